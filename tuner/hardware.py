@@ -106,8 +106,8 @@ class Gpu:
         """Dense fp16; the most of all parts where this one's is not known: a floor, never a
         ceiling, is made of it.
         """
-        known = TENSOR_FLOPS_BY_CAPABILITY
-        of_capability = known.get(self.compute_capability, max(known.values()))
+        rates = TENSOR_FLOPS_BY_CAPABILITY
+        of_capability = rates.get(self.compute_capability, max(rates.values()))
         return TENSOR_FLOPS_BY_NAME.get(self.name, of_capability)
 
     @property
@@ -190,8 +190,8 @@ def capability_numbers(text: str) -> tuple[int, ...]:
 
 def smem_per_block_bytes(capability: str) -> int:
     """Most shared memory of a block."""
-    known = SMEM_KIB_BY_CAPABILITY
-    return known.get(capability, min(known.values())) << 10
+    sizes = SMEM_KIB_BY_CAPABILITY
+    return sizes.get(capability, min(sizes.values())) << 10
 
 
 def bandwidth_gbs(clock_khz: int, bus_bits: int) -> float:

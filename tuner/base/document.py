@@ -147,8 +147,8 @@ def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
                 self.level -= 1
 
     def mapping(loader: Any, node: Any) -> Any:
-        made = loader.construct_object
-        return pairs([(str(made(key)), made(value)) for key, value in node.value])
+        construct = loader.construct_object
+        return pairs([(str(construct(key)), construct(value)) for key, value in node.value])
 
     def number(loader: Any, node: Any) -> int:
         return int(node.value, 0 if node.value[1:2] in ("o", "x") else 10)

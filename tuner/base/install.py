@@ -42,11 +42,11 @@ def version_of(distribution: str) -> str:
     Raises:
         PackageNotFoundError: when it is not installed.
     """
-    found = importlib.metadata.distribution(distribution)
-    for line in (found.read_text("METADATA") or "").splitlines():
+    installed = importlib.metadata.distribution(distribution)
+    for line in (installed.read_text("METADATA") or "").splitlines():
         if line.startswith("Version:"):
             return line.partition(":")[2].strip()
-    return found.version
+    return installed.version
 
 
 def _command(*arguments: str) -> str:

@@ -41,9 +41,9 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
             limit, used = (next(_words(folder / name), "") for name in (limit_name, used_name))
             if not (limit.isdigit() and used.isdigit()) or int(limit) > NO_LIMIT:
                 continue
-            held = _table(folder / "memory.stat")  # the page cache counts as used, can be dropped
+            stat = _table(folder / "memory.stat")  # the page cache counts as used, can be dropped
             names = (f"{prefix}inactive_file", f"{prefix}active_file")
-            cached = sum(held.get(name, 0) for name in names)
+            cached = sum(stat.get(name, 0) for name in names)
             available = min(available, max(0, int(limit) - int(used) + cached))
     return available
 

@@ -119,17 +119,17 @@ def trusted_sha256(path: Path) -> str:
     Raises:
         OSError: when it cannot be read, or others can write it.
     """
-    known = _hashes.get(_state(path.stat()))
-    if known is not None:
-        return known
+    remembered = _hashes.get(_state(path.stat()))
+    if remembered is not None:
+        return remembered
     with path.open("rb") as file:
         before = os.fstat(file.fileno())
         if reason := open_to_others(before):
             raise PermissionError(errno.EPERM, f"{path} {reason}")
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         if _state(os.fstat(file.fileno())) == _state(before):
-            _hashes[_state(before)] = found
-    return found
+            _hashes[_state(before)] = digest
+    return digest
 
 
 def _state(facts: os.stat_result) -> _State:

@@ -20,7 +20,7 @@ def printable(text: str, keep: str = "") -> str:
         text: text to show.
         keep: characters that stay: none for a single line, ``"\n\t"`` for several.
     """
-    return _CONTROL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
+    return _CONTROL.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 
 def one_line(text: str, characters: int = 200) -> str:

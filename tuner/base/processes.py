@@ -231,9 +231,9 @@ def python_environment() -> dict[str, str]:
     ``PYTHONPATH``. An empty entry there means the working folder and is left out. A relative one
     is resolved here, because the process may have another working folder.
     """
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [] if _is_installed() else [str(_PACKAGES)]
-    path += [str(Path(entry).absolute()) for entry in given if entry]
+    path += [str(Path(entry).absolute()) for entry in entries if entry]
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return {**variables, "PYTHONPATH": os.pathsep.join(path)} if path else variables
 

@@ -45,8 +45,8 @@ def _functions() -> tuple[Callable[[str], Any], Callable[[], Any]]:
         ("torch.cuda.nvtx", "range_push", "range_pop"),
     ):
         try:
-            found = importlib.import_module(module)
-            opened, closed = getattr(found, push), getattr(found, pop)
+            library = importlib.import_module(module)
+            opened, closed = getattr(library, push), getattr(library, pop)
             opened("tuner")
             closed()
         except (AttributeError, ImportError, OSError, RuntimeError):

@@ -77,10 +77,10 @@ def held_until_exit(prefix: str) -> Path:
 def sweep(parent: Path, prefix: str = "") -> None:
     """Remove this user's folders under a parent whose processes are dead."""
     try:
-        found = [entry for entry in parent.iterdir() if entry.name.startswith(prefix)]
+        abandoned = [entry for entry in parent.iterdir() if entry.name.startswith(prefix)]
     except OSError:
         return
-    for folder in found:
+    for folder in abandoned:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

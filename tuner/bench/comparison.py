@@ -112,20 +112,20 @@ class ComparisonRun:
         if earlier is not None:
             _check_same(earlier, base)
             base = _others(earlier, self._tasks)
-            known = map(partial(_known, earlier), self._tasks, lineups)
-            filled = {number: row for number, row in enumerate(known) if row is not None}
+            earlier_rows = map(partial(_known, earlier), self._tasks, lineups)
+            filled = {number: row for number, row in enumerate(earlier_rows) if row is not None}
             self._note(f"{len(filled)} of {len(self._tasks)} rows known before")
-        left = [number for number in range(len(self._tasks)) if number not in filled]
-        self._compile([(self._tasks[number].problem, lineups[number]) for number in left])
+        waiting = [number for number in range(len(self._tasks)) if number not in filled]
+        self._compile([(self._tasks[number].problem, lineups[number]) for number in waiting])
         results = base.with_rows(filled)
-        for done, number in enumerate(left, 1):
+        for done, number in enumerate(waiting, 1):
             filled[number] = self._row(self._tasks[number], lineups[number])
             results = base.with_rows(filled)
             save(results)
-            said = f"{self._tasks[number].label}: {_said(filled[number])}"
-            self._note(f"{done}/{len(left)} {said}")
+            report = f"{self._tasks[number].label}: {_said(filled[number])}"
+            self._note(f"{done}/{len(waiting)} {report}")
         # Profiled last, because a profiler stays loaded in its process.
-        for number in left if self._with_kernel_times else ():
+        for number in waiting if self._with_kernel_times else ():
             filled[number] = self._profiled(filled[number])
             results = base.with_rows(filled)
             save(results)
@@ -135,20 +135,20 @@ class ComparisonRun:
         """Add the durations of the fastest kernels to a row of regime `stream`. If profiling
         fails, the row is unchanged.
         """
-        chosen = [t for t in (row.own, row.peer) if t is not None and row.regime.behind]
-        if not chosen:
+        fastest = [t for t in (row.own, row.peer) if t is not None and row.regime.behind]
+        if not fastest:
             return row
         try:
             runner = self._machines.of(row.problem, row.regime)
-            seen = runner.kernel_times(row.problem, [timed.config for timed in chosen])
+            profiles = runner.kernel_times(row.problem, [timed.config for timed in fastest])
         except StoreError:
             raise
         except TunerError as exc:
             return replace(row, notes=(*row.notes, f"not profiled: {exc}"))
-        found = {t.name: m for t, m in zip(chosen, seen, strict=False)}
-        failed = [f"{name} was not profiled: {m.log}" for name, m in found.items() if not m.ok]
+        by_name = {t.name: m for t, m in zip(fastest, profiles, strict=False)}
+        failed = [f"{name} was not profiled: {m.log}" for name, m in by_name.items() if not m.ok]
         timed = tuple(
-            replace(t, kernel_us=found[t.name].latency_us) if t.name in found else t
+            replace(t, kernel_us=by_name[t.name].latency_us) if t.name in by_name else t
             for t in row.timed
         )
         return replace(row, timed=timed, notes=(*row.notes, *failed))
@@ -186,12 +186,12 @@ class ComparisonRun:
                 kernels = family(contender.config.family).kernels(problem, contender.config)
                 specs.update(dict.fromkeys(kernels.values()))
         futures = [future for _, future in self._machines.compiler().submit(list(specs))]
-        left = [future for future in futures if not future.done()]
-        total = len(left)
-        while left:
-            self._note(f"compiling: {total - len(left)} of {total} kernels")
-            _, waiting = concurrent.futures.wait(left, timeout=_PROGRESS_S)
-            left = list(waiting)
+        building = [future for future in futures if not future.done()]
+        total = len(building)
+        while building:
+            self._note(f"compiling: {total - len(building)} of {total} kernels")
+            _, waiting = concurrent.futures.wait(building, timeout=_PROGRESS_S)
+            building = list(waiting)
         return [exc for future in futures if (exc := future.exception()) is not None]
 
     def _row(self, task: RowTask, lineup: Lineup) -> Row:
@@ -240,9 +240,9 @@ def _check_same(earlier: Results, here: Results) -> None:
 
 def _others(earlier: Results, tasks: Sequence[RowTask]) -> Results:
     """Earlier rows that do not belong to a task."""
-    asked = {(task.suite, task.problem, task.regime) for task in tasks}
-    kept = [r for r in earlier.rows if (r.suite, r.problem, r.regime) not in asked]
-    return replace(earlier, rows=tuple(kept))
+    places = {(task.suite, task.problem, task.regime) for task in tasks}
+    other_rows = [r for r in earlier.rows if (r.suite, r.problem, r.regime) not in places]
+    return replace(earlier, rows=tuple(other_rows))
 
 
 def _known(earlier: Results, task: RowTask, lineup: Lineup) -> Row | None:

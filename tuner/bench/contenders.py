@@ -91,14 +91,14 @@ def line_up(
         and entry.provenance is Provenance.MEASURED
     ]
     cached.sort(key=lambda e: (e.gpu.identity != gpu.identity, e.regime != regime))
-    chosen: dict[Config, None] = {}
+    lineup: dict[Config, None] = {}
     for entry in cached:
-        chosen.update(dict.fromkeys(_best(entry, gpu, own, notes)))
-    untuned = [] if chosen and not with_untuned else predicted(problem, gpu, own)
-    if not chosen:
+        lineup.update(dict.fromkeys(_best(entry, gpu, own, notes)))
+    untuned = [] if lineup and not with_untuned else predicted(problem, gpu, own)
+    if not lineup:
         notes.append("not tuned: own kernels are the cost model's first choices")
-    roles = dict.fromkeys(chosen, Role.OWN)
-    for config in untuned[: 1 if chosen else own]:
+    roles = dict.fromkeys(lineup, Role.OWN)
+    for config in untuned[: 1 if lineup else own]:
         roles.setdefault(config, Role.UNTUNED)
     contenders = [Contender(role, config) for config, role in roles.items()]
     contenders += [
@@ -118,12 +118,12 @@ def line_up(
 def _best(entry: Entry, gpu: Gpu, count: int, notes: list[str]) -> Iterator[Config]:
     """Winner if it is an own kernel, then the best own ones, if they are legal."""
     ranked = [m.config for m in entry.ranked if not is_vendor(m.config)]
-    left = count
+    places = count
     for config in dict.fromkeys(ranked):
         if reason := _illegal(entry.problem, config, gpu):
             notes.append(f"{config.family} {config.digest[:6]} of the cache is left out: {reason}")
-        elif left:
-            left -= 1
+        elif places:
+            places -= 1
             yield config
 
 
@@ -131,12 +131,12 @@ def _illegal(problem: Problem, config: Config, gpu: Gpu) -> str:
     """Reason why a stored config cannot serve in this version; empty if it can."""
     try:
         member = family(config.family)
-        found = member.violations(problem, config, gpu)
-        if not found:
+        violations = member.violations(problem, config, gpu)
+        if not violations:
             member.kernels(problem, config)
     except INCOMPATIBLE_CONFIG_ERRORS as exc:  # an older version of its family had other parameters
         return f"{type(exc).__name__}: {exc}"
-    return "; ".join(found)
+    return "; ".join(violations)
 
 
 def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
@@ -144,7 +144,7 @@ def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
 
     Composite families do not have a space before their stages are tuned.
     """
-    found: list[tuple[float, str, Config]] = []
+    estimates: list[tuple[float, str, Config]] = []
     serving = [
         member
         for member in families_of(problem.op).values()
@@ -153,8 +153,8 @@ def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
     for member in without_fallbacks(serving):
         space = member.space(problem, gpu)
         for config in member.seeds(problem, gpu, space, count) if space else ():
-            found.append((member.predict_us(problem, config, gpu), config.digest, config))
-    return [config for *_, config in sorted(found, key=lambda item: item[:2])][:count]
+            estimates.append((member.predict_us(problem, config, gpu), config.digest, config))
+    return [config for *_, config in sorted(estimates, key=lambda item: item[:2])][:count]
 
 
 def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
@@ -170,15 +170,15 @@ def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
     usual = [kernel for member in vendors for kernel in (*member.offered, *member.found())]
     if not names:
         return usual
-    known = [k for member in vendors for k in (*member.offered, *member.on_request)]
-    known += [name for name, member in COMPILED_PEERS.items() if family(member).op == op]
-    chosen: dict[str, None] = {}
+    kernels = [k for member in vendors for k in (*member.offered, *member.on_request)]
+    kernels += [name for name, member in COMPILED_PEERS.items() if family(member).op == op]
+    peers: dict[str, None] = {}
     for name in names:
-        matching = [k for k in known if k == name or (k.startswith(f"{name}_") and k in usual)]
+        matching = [k for k in kernels if k == name or (k.startswith(f"{name}_") and k in usual)]
         if not matching:
-            raise ConfigError(f"'{name}' is not a peer of {op} (allowed: {', '.join(known)})")
-        chosen.update(dict.fromkeys(matching))
-    return [kernel for kernel in known if kernel in chosen]
+            raise ConfigError(f"'{name}' is not a peer of {op} (allowed: {', '.join(kernels)})")
+        peers.update(dict.fromkeys(matching))
+    return [kernel for kernel in kernels if kernel in peers]
 
 
 def _peers(
@@ -216,10 +216,10 @@ def _compiled_peers(
             notes.append(f"{name} is left out: {reason}")
             continue
         ranked = [m.config for entry in cached for m in entry.ranking]
-        found = [c for c in ranked if c.family == member.name and member.accepts(problem, c, gpu)]
-        found = found or member.seeds(problem, gpu, member.space(problem, gpu), 1)
-        if found:
-            yield Contender(Role.PEER, found[0], name)
+        legal = [c for c in ranked if c.family == member.name and member.accepts(problem, c, gpu)]
+        legal = legal or member.seeds(problem, gpu, member.space(problem, gpu), 1)
+        if legal:
+            yield Contender(Role.PEER, legal[0], name)
 
 
 def _vendors(op: str) -> list[Vendor]:

@@ -78,16 +78,16 @@ def three_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     """
     if problem != TILED:
         return {}
-    wanted = [(tile, 32) for tile in TILES] + [(TILES[0], n) for n in THREADS if n != 32]
-    found: dict[str, Config | None] = {}
-    for (m, n, k), threads in wanted:
+    variants = [(tile, 32) for tile in TILES] + [(TILES[0], n) for n in THREADS if n != 32]
+    configs: dict[str, Config | None] = {}
+    for (m, n, k), threads in variants:
         label = f"three kernels {m}x{n}x{k}, softmax {threads}"
-        found[label] = _three_kernels(TILED, gpu, (m, n, k), threads)
+        configs[label] = _three_kernels(TILED, gpu, (m, n, k), threads)
     for streams in STREAMS:
         dealt = "one stream" if streams == 1 else f"{streams} streams"
         label = f"three kernels {'x'.join(map(str, TILES[0]))}, a head a launch, {dealt}"
-        found[label] = _three_kernels(TILED, gpu, TILES[0], 32, streams)
-    return {label: config for label, config in found.items() if config is not None}
+        configs[label] = _three_kernels(TILED, gpu, TILES[0], 32, streams)
+    return {label: config for label, config in configs.items() if config is not None}
 
 
 def _three_kernels(
@@ -100,13 +100,13 @@ def _three_kernels(
     stages: dict[str, Config] = {}
     for name, stage in member.stages(problem).items():
         if isinstance(stage, SoftmaxProblem):
-            found = _cheapest(stage, gpu, {"threads_per_row": threads})
+            softmax = _cheapest(stage, gpu, {"threads_per_row": threads})
         elif isinstance(stage, GemmProblem):
             m, n, k = tile
-            found = _cheapest(stage, gpu, _tile((m, min(n, stage.n), k)))
-        if found is None:
+            softmax = _cheapest(stage, gpu, _tile((m, min(n, stage.n), k)))
+        if softmax is None:
             return None
-        stages[name] = found
+        stages[name] = softmax
     heads = 1 if streams else problem.batch * problem.heads_q
     params: dict[str, Value] = {"heads_per_launch": heads, "pdl": not streams, "in_place": True}
     if streams > 1:
@@ -120,14 +120,14 @@ def two_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     predecessor ends and after it. Groups, blocks an SM and buffers name a kernel.
     """
     member = family("two_kernel_attention")
-    found: dict[str, Config] = {}
+    configs: dict[str, Config] = {}
     for group in group_by_kernels(member, member.space(problem, gpu)):
         whole = [config for config in group if config["splits"] == 1]
         most = max(config["heads_per_launch"] * config["rows_per_launch"] for config in whole)
         for config in whole:
             if config["heads_per_launch"] * config["rows_per_launch"] == most:
-                found[_two_kernels_label(config)] = config
-    return found
+                configs[_two_kernels_label(config)] = config
+    return configs
 
 
 def _two_kernels_label(config: Config) -> str:
@@ -143,9 +143,9 @@ def gemms(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     tile, cluster_m, cluster_n = GEMM
     cluster = {"cluster_m": cluster_m, "cluster_n": cluster_n}
     label = f"gemm {'x'.join(map(str, tile))} cluster {cluster_m}x{cluster_n}"
-    found = {label: _cheapest(problem, gpu, {**_tile(tile), **cluster})}
-    found["default 128x128x64 cluster 1x1, Auto"] = DEFAULT
-    return {label: config for label, config in found.items() if config is not None}
+    configs = {label: _cheapest(problem, gpu, {**_tile(tile), **cluster})}
+    configs["default 128x128x64 cluster 1x1, Auto"] = DEFAULT
+    return {label: config for label, config in configs.items() if config is not None}
 
 
 def _tile(tile: Tile) -> dict[str, Value]:
@@ -171,16 +171,16 @@ def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     at `TILED`, or at the problem. Fallback families also take part; one for any GPU only when no
     family was made for this one.
     """
-    found = {}
+    configs = {}
     serving = [m for m in families_of(problem.op).values() if not m.supports(problem, gpu)]
     own = [m for m in serving if not m.is_vendor]
     for member in [m for m in own if m.capabilities] or own:
         for place in (TILED, problem):
             config = _first_choice(member.name, place, gpu)
             if config is not None and not member.violations(problem, config, gpu):
-                found[f"{member.name} of {place.label()}"] = config
+                configs[f"{member.name} of {place.label()}"] = config
                 break
-    return found
+    return configs
 
 
 @cache

@@ -104,7 +104,7 @@ class TimedKernel:
         """Reason why it has no time; empty if it has one."""
         if self.latency_us is not None:
             return ""
-        return f"{self.status}: {said}" if (said := first_line(self.log)) else str(self.status)
+        return f"{self.status}: {line}" if (line := first_line(self.log)) else str(self.status)
 
 
 @dataclass(frozen=True)
@@ -179,33 +179,33 @@ class Row:
             return {}
         problem, memory = self.problem, self.problem.bytes + timed.workspace_bytes
         moved = problem.bytes
-        found: dict[str, float] = {}
+        facts: dict[str, float] = {}
         if isinstance(problem, AttentionProblem):
             _, key, value, _ = problem.matrices
             moved = key.bytes + value.bytes
             tokens = problem.total_q * 1e6 / us
-            found = {
+            facts = {
                 "us_per_head": us / (problem.batch * problem.heads_q),
                 "tokens_per_s": tokens,
                 "tokens_per_s_per_mb": tokens / (memory / 1e6),
             }
         tflops = problem.flops / us / 1e6
-        found |= {
+        facts |= {
             "tflops": tflops,
             "share_of_peak": tflops / (gpu.peak_tflops * problem.tensor_rate),
             "tb_per_s": moved / us / 1e6,
             "memory_mb": memory / 1e6,
         }
         if (own := self.own) is not None and own.latency_us:
-            found["over_own"] = us / own.latency_us
+            facts["over_own"] = us / own.latency_us
         if timed.stages_us:
             # Negative if a kernel starts before its predecessor ends.
-            found["gaps_us"] = us - sum(timed.stages_us.values())
+            facts["gaps_us"] = us - sum(timed.stages_us.values())
         extra = {"again_us": timed.again_us, "kernel_us": timed.kernel_us}
-        found |= {name: seen for name, seen in extra.items() if seen is not None}
+        facts |= {name: value for name, value in extra.items() if value is not None}
         if timed.half_width_us is not None:
-            found["half_width_us"] = timed.half_width_us
-        return found
+            facts["half_width_us"] = timed.half_width_us
+        return facts
 
     def measurements(self, results: Results) -> list[Measurement]:
         """Measurements as a sweep's final pass would store them."""
@@ -271,8 +271,8 @@ class Row:
 
 
 def _timed_from_json(data: Mapping[str, Any]) -> TimedKernel:
-    found = document.checked(TimedKernel, data)
-    values = {name: value for name, value in found.items() if name != "figures"}
+    fields = document.checked(TimedKernel, data)
+    values = {name: value for name, value in fields.items() if name != "figures"}
     return TimedKernel(
         **{
             **values,
@@ -346,12 +346,12 @@ class Summary:
         """Args: rows: of one suite and regime, at least one."""
         ratios = {row.problem.label(): row.ratio for row in rows if row.ratio is not None}
         worst = min(ratios, key=lambda label: ratios[label], default="")
-        known = [(size_of(row.problem), row.ratio) for row in rows if row.ratio is not None]
-        sized = {size: [ratio for of, ratio in known if of is size] for size in Size}
+        sizes = [(size_of(row.problem), row.ratio) for row in rows if row.ratio is not None]
+        sized = {size: [ratio for of, ratio in sizes if of is size] for size in Size}
         parts = [
-            SizeGroup(size, len(found), statistics.geometric_mean(found))
-            for size, found in sized.items()
-            if found
+            SizeGroup(size, len(ratios), statistics.geometric_mean(ratios))
+            for size, ratios in sized.items()
+            if ratios
         ]
         return cls(
             suite=rows[0].suite,

@@ -231,12 +231,12 @@ def suites_named(name: str, op: str) -> list[Suite]:
     Raises:
         ConfigError: when there is none of that name; lists the known ones.
     """
-    known = {suite.name: suite for suite in SUITES.values() if suite.op == op}
-    if not known:
+    suites = {suite.name: suite for suite in SUITES.values() if suite.op == op}
+    if not suites:
         raise ConfigError(f"{op} has no suite of its own (allowed: --shape)")
     if name == ALL:
-        return list(known.values())
-    name = name or next(iter(known))
-    if name not in known:
-        raise ConfigError(f"suite '{name}' is not known (allowed: {', '.join((*known, ALL))})")
-    return [known[name]]
+        return list(suites.values())
+    name = name or next(iter(suites))
+    if name not in suites:
+        raise ConfigError(f"suite '{name}' is not known (allowed: {', '.join((*suites, ALL))})")
+    return [suites[name]]

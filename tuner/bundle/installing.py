@@ -119,9 +119,9 @@ def _read(path: Path, aside: Path, sha256: str) -> dict[str, bytes]:
         raise ConfigError(f"it cannot be read: {exc.strerror}") from exc
     try:
         with file:
-            found = _copy(file, aside / _COPY)
-        if sha256 and found != sha256:
-            raise ConfigError(f"its SHA-256 is {found}, not {sha256}: it is another file")
+            copy = _copy(file, aside / _COPY)
+        if sha256 and copy != sha256:
+            raise ConfigError(f"its SHA-256 is {copy}, not {sha256}: it is another file")
         with tarfile.open(aside / _COPY, mode="r:", tarinfo=_Member) as tar:
             for member in tar:
                 name = member.name
@@ -156,11 +156,11 @@ def _copy(file: IO[bytes], target: Path) -> str:
     facts = os.fstat(file.fileno())
     if not stat.S_ISREG(facts.st_mode):
         raise ConfigError("it is not a plain file")
-    digest, left = hashlib.sha256(), facts.st_size
+    digest, missing = hashlib.sha256(), facts.st_size
     with target.open("wb") as copy:
         while chunk := file.read(_CHUNK_BYTES):
-            left -= len(chunk)
-            if left < 0:
+            missing -= len(chunk)
+            if missing < 0:
                 raise ConfigError("it grew while it was read")
             digest.update(chunk)
             copy.write(chunk)
@@ -219,13 +219,13 @@ def _take(name: str, data: IO[bytes], size: int, files: Mapping[str, Any], aside
     if library:
         with (aside / library).open("wb") as target:
             shutil.copyfileobj(data, target)
-        found = sha256_of(aside / library)
+        digest = sha256_of(aside / library)
     else:
         content = data.read()
-        found = hashlib.sha256(content).hexdigest()
-    if (found, size) != (files[name]["sha256"], files[name]["bytes"]):
+        digest = hashlib.sha256(content).hexdigest()
+    if (digest, size) != (files[name]["sha256"], files[name]["bytes"]):
         raise ConfigError(f"member '{name}' is not what its manifest says: it is damaged")
-    if library and library != f"{found}.so":
+    if library and library != f"{digest}.so":
         raise ConfigError(f"member '{name}' is not named by its hash")
     return content
 
@@ -238,14 +238,14 @@ def _served(
     Raises:
         ConfigError: when an entry is not measured.
     """
-    found: dict[str, Measurement] = {}
+    by_digest: dict[str, Measurement] = {}
     for decision in decisions:
         for m in (measured[number] for number in decision.numbers):
             if m.provenance is not Provenance.MEASURED:
                 raise ConfigError(f"the entry of {m.problem.label()} is {m.provenance}")
             if not is_vendor(m.config):
-                found[digest_of(m)] = m
-    return found
+                by_digest[digest_of(m)] = m
+    return by_digest
 
 
 def _check_kernels(
@@ -269,11 +269,11 @@ def _check_kernels(
         key = Path(name).stem
         source = content.get(f"artifacts/{key}.cu", b"").decode(errors="replace")
         if source not in rendered.get(key, ()):
-            known = any(key in m.artifacts.values() for m in served.values())
+            is_named = any(key in m.artifacts.values() for m in served.values())
             raise ConfigError(
                 f"kernel {key} is of other templates than this program's (cutlass-tuner "
                 f"{tuner.__version__}): pack it anew with this version"
-                if known
+                if is_named
                 else f"kernel {key} belongs to no entry"
             )
         kernels[source] = kernel = _kernel(key, content[name], aside)
@@ -285,17 +285,17 @@ def _check_kernels(
 
 def _kernel(key: str, text: bytes, aside: Path) -> Artifact:
     try:
-        found = Artifact.of_meta(key, parse_untrusted(text))
+        artifact = Artifact.of_meta(key, parse_untrusted(text))
     except FAULTS as exc:
         reason = one_line(str(exc))
         raise ConfigError(f"the metadata of kernel {key} cannot be read: {reason}") from exc
-    library = aside / found.library
+    library = aside / artifact.library
     if library not in aside.iterdir():  # as a path: the name may say `../`
         raise ConfigError(f"the library of kernel {key} is missing")
     with library.open("rb") as file:
         if file.read(4) != b"\x7fELF":
             raise ConfigError(f"the library of kernel {key} is not a shared library")
-    return replace(found, library=library)
+    return replace(artifact, library=library)
 
 
 def _put(kernels: Mapping[str, Artifact], artifacts: ArtifactCache) -> list[str]:
@@ -340,10 +340,10 @@ def _point(
         if not all(f"artifacts/{key}.json" in members for key in m.artifacts.values()):
             continue
         mine = (
-            known.artifacts.values()
+            ranked.artifacts.values()
             for entry in store.entries(problem=m.problem)
-            for known in entry.ranked
-            if known.config == m.config
+            for ranked in entry.ranked
+            if ranked.config == m.config
         )
         if not any(keys and all(map(artifacts.find, keys)) for keys in mine):
             store.record_build(m.problem, m.config, m.artifacts)

@@ -61,27 +61,27 @@ def pack(
         NoValidConfigError: when the kernels of an entry, or of all entries, are missing.
         StoreError: when the file cannot be written.
     """
-    taken: list[Entry] = []
+    packed: list[Entry] = []
     kernels: dict[str, Artifact] = {}
     left_out: list[str] = []
     for entry in entries:
         try:
             kernels |= _kernels(entry, artifacts)
-            taken.append(entry)
+            packed.append(entry)
         except NoValidConfigError as exc:
             if not leave_out:
                 raise
             left_out.append(str(exc))
-    if not taken:
+    if not packed:
         if not left_out:
             raise NoValidConfigError("nothing to pack: no entry is measured")
         raise NoValidConfigError(
             f"nothing is built of {counted(len(left_out), 'entry')} (`tuner build` makes all), "
             f"as {left_out[0]}"
         )
-    members = _members(taken, kernels)
+    members = _members(packed, kernels)
     size, digest = _write(out, members)
-    return Packed(len(taken), len(kernels), size, digest, tuple(left_out))
+    return Packed(len(packed), len(kernels), size, digest, tuple(left_out))
 
 
 def _kernels(entry: Entry, artifacts: ArtifactCache) -> dict[str, Artifact]:
@@ -141,9 +141,9 @@ def _document(entries: Sequence[Entry]) -> dict[str, Any]:
     numbers: dict[str, int] = {}
 
     def number(m: Measurement) -> int:
-        found = numbers.setdefault(digest_of(m), len(numbers))
-        measured[found] = m
-        return found
+        place = numbers.setdefault(digest_of(m), len(numbers))
+        measured[place] = m
+        return place
 
     decisions = []
     for entry in entries:

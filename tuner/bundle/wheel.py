@@ -126,10 +126,10 @@ def _packed(kernels: KernelList, with_unproven: bool) -> KernelList:
     Raises:
         ConfigError: when no kernel is left.
     """
-    chosen = [k for k in kernels.kernels.values() if k.proof is not None or with_unproven]
-    if not chosen:
+    packed = [k for k in kernels.kernels.values() if k.proof is not None or with_unproven]
+    if not packed:
         raise ConfigError(f"none of {len(kernels.kernels)} kernels is proven: tuner prove")
-    return replace(kernels, kernels={kernel.spec: kernel for kernel in chosen})
+    return replace(kernels, kernels={kernel.spec: kernel for kernel in packed})
 
 
 def beside_kernels(artifacts: ArtifactCache) -> list[Artifact]:
@@ -137,14 +137,16 @@ def beside_kernels(artifacts: ArtifactCache) -> list[Artifact]:
     glibc than a wheel allows.
     """
     sourced = (source.find(artifacts) for source in (BLOCK_QUANTISER, EXPERT_ROWS))
-    found = [*dispatcher.built(artifacts), *(one for one in sourced if one is not None)]
-    return [one for one in found if newest_glibc(one.library.read_bytes()) <= MAX_GLIBC]
+    libraries = [*dispatcher.built(artifacts), *(one for one in sourced if one is not None)]
+    return [
+        library for library in libraries if newest_glibc(library.library.read_bytes()) <= MAX_GLIBC
+    ]
 
 
 def newest_glibc(library: bytes) -> tuple[int, int]:
     """The newest version of glibc whose symbols a library uses."""
-    found = (tuple(map(int, match)) for match in _GLIBC.findall(library))
-    return max((version for version in found if len(version) == 2), default=(0, 0))
+    versions = (tuple(map(int, match)) for match in _GLIBC.findall(library))
+    return max((version for version in versions if len(version) == 2), default=(0, 0))
 
 
 def without_newer_glibc(kernels: KernelList, artifacts: ArtifactCache) -> KernelList:
@@ -154,8 +156,8 @@ def without_newer_glibc(kernels: KernelList, artifacts: ArtifactCache) -> Kernel
         artifact = artifacts.find(key)
         return artifact is not None and newest_glibc(artifact.library.read_bytes()) > MAX_GLIBC
 
-    kept = {spec: k for spec, k in kernels.kernels.items() if not is_newer(k.artifact)}
-    return replace(kernels, kernels=kept)
+    older = {spec: k for spec, k in kernels.kernels.items() if not is_newer(k.artifact)}
+    return replace(kernels, kernels=older)
 
 
 def _zipped(members: Mapping[str, bytes]) -> bytes:
@@ -262,16 +264,16 @@ def main(arguments: list[str] | None = None) -> int:
         lists = [args.kernels] if args.kernels else users()[-1:]
         if not lists:
             raise ConfigError("there is no kernel list: tuner build --portfolio")
-        known = KernelList.read(args.kernels) if args.kernels else read(lists[0])
-        made = write_wheel(known, ArtifactCache(), args.out, with_unproven=args.unproven)
+        kernels = KernelList.read(args.kernels) if args.kernels else read(lists[0])
+        wheel = write_wheel(kernels, ArtifactCache(), args.out, with_unproven=args.unproven)
     except TunerError as exc:
         print(f"build-kernels: {exc}", file=sys.stderr)
         return 1
-    print(f"{made.path}: {made.kernels} kernels, {made.bytes:,} bytes, SHA-256 {made.sha256}")
-    if made.left_out:
-        print(f"left out, for they are not proven: {made.left_out}")
-    said = "; ".join(made.dispatchers) or "none, calls go through Python"
-    print(f"dispatchers: {said}")
+    print(f"{wheel.path}: {wheel.kernels} kernels, {wheel.bytes:,} bytes, SHA-256 {wheel.sha256}")
+    if wheel.left_out:
+        print(f"left out, for they are not proven: {wheel.left_out}")
+    dispatchers = "; ".join(wheel.dispatchers) or "none, calls go through Python"
+    print(f"dispatchers: {dispatchers}")
     return 0
 
 

@@ -111,12 +111,12 @@ class Parser(argparse.ArgumentParser):
         """Exit with code 2 and the message, without the usage. For a wrong choice the message
         suggests the nearest allowed one, for a missing command where they are listed.
         """
-        if given := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            allowed = [word.strip(" '") for word in given[2].split(",")]
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            allowed = [word.strip(" '") for word in choice[2].split(",")]
             former = groups.hidden() if self.prog == "tuner" else frozenset()
             shown = ", ".join(f"'{word}'" for word in allowed if word not in former)
-            message = message.replace(given[2], shown)
-            for nearest in difflib.get_close_matches(given[1], allowed, 1):
+            message = message.replace(choice[2], shown)
+            for nearest in difflib.get_close_matches(choice[1], allowed, 1):
                 message += f"; did you mean {nearest}?"
         if re.search(r"arguments are required: (COMMAND|ACTION)$", message):
             message += f" (`{self.prog} --help` lists them)"

@@ -64,11 +64,11 @@ def build(
         )
     legal = [row for row in own if _is_legal(row.answer, gpu)]
     shares = dict(needed(legal))
-    there = {spec for spec in shares if compiler.cached(spec) is not None}
+    compiled = {spec for spec in shares if compiler.cached(spec) is not None}
     share = sum(row.share for row in legal)
     say(
         f"{len(rows)} problems on {gpu.name}: own kernels answer {len(legal)}, "
-        f"{100 * share:.0f} % of the calls' time; {len(shares)} kernels, {len(there)} of them "
+        f"{100 * share:.0f} % of the calls' time; {len(shares)} kernels, {len(compiled)} of them "
         "compiled already"
     )
     if dry_run:
@@ -76,10 +76,10 @@ def build(
             spec: row.answer for row in reversed(legal) for spec in row.answer.kernels.values()
         }
         for spec, part in shares.items():
-            text = "compiled" if spec in there else "missing "
+            text = "compiled" if spec in compiled else "missing "
             answer = first[spec]
             print(f"{text}  {100 * part:4.1f} %  {answer.by} for {answer.problem.label()}")
-        return BuildResult(len(there), [])
+        return BuildResult(len(compiled), [])
     beside = threading.Thread(target=libraries, name="tuner-libraries", daemon=True)
     beside.start()
     entered = _Entered(legal, compiler, store, force=force)
@@ -91,7 +91,7 @@ def build(
     say(entered.said())
     failed = [row.answer for row in own if row not in legal or not entered.has(row.answer)]
     return BuildResult(
-        len(entered.built), [f"{one.by} for {one.problem.label()}" for one in failed]
+        len(entered.built), [f"{answer.by} for {answer.problem.label()}" for answer in failed]
     )
 
 
@@ -174,8 +174,8 @@ class _Entered:
         text = f"{len(self.built)} kernels are built"
         if not self._listed:
             return text
-        known = read(self._path)
-        rows = [known.find(spec) for spec in self._listed & self.built.keys()]
-        proven = sum(one is not None and one.proof is not None for one in rows)
+        kernels = read(self._path)
+        rows = [kernels.find(spec) for spec in self._listed & self.built.keys()]
+        proven = sum(row is not None and row.proof is not None for row in rows)
         text += f"; {proven} of {len(rows)} that need a proof have one"
         return text if proven == len(rows) else f"{text} ({PROVE} checks the others on the GPU)"

@@ -53,7 +53,7 @@ def sweep_aot(
     with Runners(Machine(jobs=args.jobs, replay=True), say) as runners:
         compiler = runners.compiler()
         with open_store(url) as store:
-            found = wanted(
+            sets = wanted(
                 problems,
                 options.regime,
                 DEFAULT_GPU,
@@ -62,12 +62,12 @@ def sweep_aot(
                 each=options.sweep.trials or effort(options.sweep.effort).seeds,
                 note=ProgressNotes(),
             )
-        specs = list(dict.fromkeys(spec for one in found for spec in one.kernels))
-        for number, one in enumerate(found, 1):
-            say(wanted_text(number, one))
-        there = sum(compiler.cached(spec) is not None for spec in specs)
+        specs = list(dict.fromkeys(spec for kernel_set in sets for spec in kernel_set.kernels))
+        for number, kernel_set in enumerate(sets, 1):
+            say(wanted_text(number, kernel_set))
+        compiled = sum(compiler.cached(spec) is not None for spec in specs)
         where = f"{len(problems)} problems on {DEFAULT_GPU.name}"
-        say(f"{where}: {len(specs)} kernels, {there} of them compiled already")
+        say(f"{where}: {len(specs)} kernels, {compiled} of them compiled already")
         if args.list:
             return 0
         return compile_aot(specs, compiler, options.sweep.time_limit_s, started)
@@ -112,19 +112,19 @@ def compile_aot(
 
     started = time.monotonic() if started is None else started
     deadline = math.inf if time_limit_s is None else started + time_limit_s
-    wanted = [REFERENCE, *specs] if with_gate else list(specs)
-    specs_of = {future: spec for spec, future in compiler.submit(wanted)}
+    every = [REFERENCE, *specs] if with_gate else list(specs)
+    specs_of = {future: spec for spec, future in compiler.submit(every)}
     waiting = set(specs_of)
-    progress = _Progress(len(wanted), sum(map(Future.done, waiting)), shares or {}, started)
+    progress = _Progress(len(every), sum(map(Future.done, waiting)), shares or {}, started)
     failed: list[BaseException] = []
     while waiting and (left_s := deadline - time.monotonic()) > 0:
-        found, waiting = wait(waiting, min(left_s, PROGRESS_S), FIRST_COMPLETED)
-        for future in found:
+        ended, waiting = wait(waiting, min(left_s, PROGRESS_S), FIRST_COMPLETED)
+        for future in ended:
             if (exc := future.exception()) is not None:
                 failed.append(exc)
             else:
                 finished(specs_of[future], future.result())
-        progress.tell([specs_of[future] for future in found], len(waiting), len(failed))
+        progress.tell([specs_of[future] for future in ended], len(waiting), len(failed))
     say_failures(failed)
     if waiting:
         print(f"tuner: {len(waiting)} kernels are left; the same command goes on", file=sys.stderr)

@@ -71,11 +71,11 @@ def shrink(args: argparse.Namespace) -> int:
     limit = parse_size(args.max_size)
     cache = ArtifactCache()
     removed, freed = cache.prune(limit)
-    left = cache.total_bytes()
+    remaining = cache.total_bytes()
     if args.json:
-        print(json.dumps({"removed": removed, "freed_bytes": freed, "bytes": left}))
+        print(json.dumps({"removed": removed, "freed_bytes": freed, "bytes": remaining}))
     else:
-        print(f"{removed} kernels removed, {text(freed)} freed, {text(left)} left")
+        print(f"{removed} kernels removed, {text(freed)} freed, {text(remaining)} left")
     return 0
 
 
@@ -92,10 +92,10 @@ def parse_size(size: str, option: str = "--max-size") -> int:
             f"{option} {one_line(size)} is not a size (allowed: a number and B, KB, MB, GB, TB, "
             "KiB, MiB, GiB or TiB, as in 2GB)"
         )
-    found = float(match[1]) * units[match[2].upper()]
-    if found >= MAX_SIZE:
+    size_bytes = float(match[1]) * units[match[2].upper()]
+    if size_bytes >= MAX_SIZE:
         raise ConfigError(f"{option} {one_line(size, 40)} is too large (allowed: below 2^63 bytes)")
-    return int(found)
+    return int(size_bytes)
 
 
 def text(size: int) -> str:

@@ -157,10 +157,10 @@ def run(args: argparse.Namespace) -> int:
         check_place(path)
     with open_store(args.store) as store:
         entries = with_shipped(store.entries())
-    kept: list[Results] = []
+    latest: list[Results] = []
 
     def save(results: Results) -> None:
-        kept[:] = [results]
+        latest[:] = [results]
         if args.json is not None:
             results.write(args.json)
 
@@ -184,9 +184,9 @@ def run(args: argparse.Namespace) -> int:
             save(comparison.run(save, earlier))
     except KeyboardInterrupt as exc:
         interrupted = exc
-        if not kept:
+        if not latest:
             raise
-    (results,) = kept
+    (results,) = latest
     if args.csv is not None:
         write(args.csv, bench_tables.csv_text(results))
     if args.markdown is not None:
@@ -237,13 +237,13 @@ def _regimes(args: argparse.Namespace, suite: Suite) -> list[Regime]:
     from tuner.measurement import Regime
 
     stream = next(launch for launch, kernel in BEHIND.items() if kernel == args.behind)
-    asked = {None: (), BOTH: ("stream", "chained")}.get(args.regime, (args.regime,))
+    launches = {None: (), BOTH: ("stream", "chained")}.get(args.regime, (args.regime,))
     states = {None: (), BOTH: ("warm", "cold")}.get(args.l2, (args.l2,))
     return list(
         dict.fromkeys(
             Regime(stream if launch == "stream" else launch, l2)
             for regime in suite.regimes
-            for launch in asked or (regime.launch,)
+            for launch in launches or (regime.launch,)
             for l2 in states or (regime.l2,)
         )
     )

@@ -183,11 +183,11 @@ def _durations(row: Row) -> str:
 def _line(row: Row, gpu: Gpu, peers: Sequence[str], speed: str) -> list[str]:
     own = row.own
     figures = row.figures(own, gpu) if own else {}
-    found = {timed.name: timed for timed in row.timed}
+    by_name = {timed.name: timed for timed in row.timed}
     return [
         row.problem.label().replace(",dtype=fp16", ""),
         microseconds(own.latency_us if own else None),
-        *(_cell(found.get(name)) for name in peers),
+        *(_cell(by_name.get(name)) for name in peers),
         row.verdict,
         f"{figures[speed]:.{2 if speed == 'tb_per_s' else 0}f}" if figures else "-",
         f"{figures['us_per_head']:.3f}" if "us_per_head" in figures else "-",
@@ -202,21 +202,21 @@ def _cell(timed: TimedKernel | None) -> str:
 
 def _missing(rows: Sequence[Row]) -> list[str]:
     """Kernels without a time with their reasons, each once, and further notes."""
-    said: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for row in rows:
         label = row.problem.label()
         for note in row.notes:
-            said.setdefault(note, []).append(label)
+            reasons.setdefault(note, []).append(label)
         if row.failure:
-            said.setdefault(row.failure, []).append(label)
+            reasons.setdefault(row.failure, []).append(label)
         for timed in row.timed:
             if timed.reason:
-                said.setdefault(f"{timed.name}: {timed.reason}", []).append(label)
+                reasons.setdefault(f"{timed.name}: {timed.reason}", []).append(label)
             for flag in timed.flags:
-                said.setdefault(f"{timed.name} is {flag}", []).append(label)
+                reasons.setdefault(f"{timed.name} is {flag}", []).append(label)
     return [
         f"{reason} ({labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''})"
-        for reason, labels in said.items()
+        for reason, labels in reasons.items()
     ]
 
 
@@ -298,7 +298,7 @@ def _kernels(row: Row, gpu: Gpu) -> str:
         parts += [*wrapped(f"{STAGES_SAY}:"), table(stages, _after_one(stages))]
     if row.own is not None:
         parts += config_lines(row.own.config)
-        parts += [f"  {name}: {_said(seen)}" for name, seen in row.own.resources.items()]
+        parts += [f"  {name}: {_said(resources)}" for name, resources in row.own.resources.items()]
     return "\n".join(parts)
 
 

@@ -102,19 +102,19 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
     from tuner.selection.shipped import in_use
 
     problem = problem_of(args) if args.shape else None
-    known = known_entries(args)
-    gpu = find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None
-    wanted = {"op": args.op, "problem": problem, "gpu": gpu, "provenance": Provenance.MEASURED}
+    every = known_entries(args)
+    gpu = find_gpu(args.gpu, [e.gpu for e in every]) if args.gpu else None
+    filters = {"op": args.op, "problem": problem, "gpu": gpu, "provenance": Provenance.MEASURED}
     # `tuner build` makes the kernels of those in use.
-    found = [entry for entry in in_use(known) if entry.matches(**wanted)]
-    if not found:
+    chosen_entries = [entry for entry in in_use(every) if entry.matches(**filters)]
+    if not chosen_entries:
         raise NoValidConfigError(
             "nothing to pack: nothing is measured"
             + (f" for {problem.op} {problem.label()}" if problem else "")
             + (f" for {args.op}" if args.op and not problem else "")
             + (f" on {gpu.name}" if gpu else "")
         )
-    return found
+    return chosen_entries
 
 
 def _install(args: argparse.Namespace) -> int:
@@ -129,11 +129,11 @@ def _install(args: argparse.Namespace) -> int:
         raise ConfigError("name one file (allowed: tuner bundle install FILE)")
     if args.shape or args.all or args.gpu or args.op:
         raise ConfigError("a bundle is installed as it is (allowed beside FILE: --sha256 HEX)")
-    wanted = (args.sha256 or "").lower()
-    if wanted and not re.fullmatch(r"[0-9a-f]{64}", wanted):
+    digest = (args.sha256 or "").lower()
+    if digest and not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ConfigError(f"--sha256 {args.sha256} is not a SHA-256 (allowed: 64 hex digits)")
     with open_store(args.store or settings.store_url()) as store:
-        done = install(Path(args.words[1]), store, ArtifactCache(), check=unservable, sha256=wanted)
+        done = install(Path(args.words[1]), store, ArtifactCache(), check=unservable, sha256=digest)
     report = done.report
     if args.json:
         kernels = {"kernels_added": done.kernels_added, "kernels_known": done.kernels_known}

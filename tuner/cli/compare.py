@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     except StoreError as exc:
         # An unreadable source is wrong input here: exit code 1 means that a problem became slower.
         raise ConfigError(str(exc)) from exc
-    found = compare(before, after, tolerance=tolerance, is_relative=args.relative)
-    print(json.dumps(found.to_json()) if args.json else comparison_text(found))
-    return FAILED if any(pair.is_slower for pair in found.pairs) else DONE
+    comparison = compare(before, after, tolerance=tolerance, is_relative=args.relative)
+    print(json.dumps(comparison.to_json()) if args.json else comparison_text(comparison))
+    return FAILED if any(pair.is_slower for pair in comparison.pairs) else DONE
 
 
 def comparison_text(found: DecisionComparison) -> str:

@@ -165,5 +165,5 @@ def _left(state: SweepState) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes}:{second:02d}"

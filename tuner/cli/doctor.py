@@ -136,15 +136,15 @@ def _gpu(index: int) -> Iterator[Finding]:
         advice = f"a GPU of compute capability {OLDEST_CAPABILITY} or newer is needed"
         yield Finding("GPU", MISSING, f"no CUDA device {index}", advice)
         return
-    found = f"{gpu.name}, compute capability {gpu.compute_capability}, {gpu.sm_count} SMs"
+    text = f"{gpu.name}, compute capability {gpu.compute_capability}, {gpu.sm_count} SMs"
     if gpu.compute_capability == HOPPER:
-        yield Finding("GPU", OK, found)
+        yield Finding("GPU", OK, text)
     elif gpu.is_served:
         advice = "CUTLASS's kernels need Hopper: Triton's attention and vendors' kernels compete"
-        yield Finding("GPU", NOTE, found, advice)
+        yield Finding("GPU", NOTE, text, advice)
     else:
         allowed = f"allowed: compute capability {OLDEST_CAPABILITY} and newer"
-        yield Finding("GPU", MISSING, found, allowed)
+        yield Finding("GPU", MISSING, text, allowed)
     yield _driver(str(facts.get("driver", "version unknown")), str(facts.get("cuda", "0")))
     if others:
         yield Finding("GPU use", NOTE, "; ".join(others), "others are using it: times may be off")
@@ -163,27 +163,27 @@ def serving_finding(gpu: Gpu) -> Finding:
     proven = sum(kernel.proof is not None and not kernel.fault for kernel in kernels)
     decided: dict[str, set[Problem]] = {}
     for same in shipped_index().values():
-        for one in same:
-            if gpu.shares_decisions(one.gpu):
-                decided.setdefault(one.gpu.name, set()).add(one.problem)
+        for entry in same:
+            if gpu.shares_decisions(entry.gpu):
+                decided.setdefault(entry.gpu.name, set()).add(entry.problem)
     own = decided.pop(gpu.name, set())
     shared = [f"{n} of {name}" for name, all_ in sorted(decided.items()) if (n := len(all_ - own))]
-    found = f"decisions for {', '.join([f'{len(own)} problems of its own', *shared])}"
-    made = {models.made_on or one.gpu for one in portfolios for models in one.domains.values()}
+    text = f"decisions for {', '.join([f'{len(own)} problems of its own', *shared])}"
+    gpus = {models.made_on or one.gpu for one in portfolios for models in one.domains.values()}
     if not portfolios:
         advice = "PyTorch answers shapes that nobody tuned: tuner sweep"
-        return Finding("shipped data", NOTE, f"{found}; no portfolio", advice)
-    others = sorted(one.name for one in made if one.identity != gpu.identity)
-    names = [gpu.name] if len(others) < len(made) else []
+        return Finding("shipped data", NOTE, f"{text}; no portfolio", advice)
+    others = sorted(source.name for source in gpus if source.identity != gpu.identity)
+    names = [gpu.name] if len(others) < len(gpus) else []
     names += [f"{', '.join(others)}, rescaled to this GPU"] if others else []
-    found += f"; portfolios made on {', and on '.join(names)}"
-    found += f"; {proven} of {len(kernels)} built kernels are proven"
+    text += f"; portfolios made on {', and on '.join(names)}"
+    text += f"; {proven} of {len(kernels)} built kernels are proven"
     if not proven:
-        return Finding("shipped data", NOTE, found, f"`{BUILD}`, then `{PROVE}`")
+        return Finding("shipped data", NOTE, text, f"`{BUILD}`, then `{PROVE}`")
     if others:
         advice = "expected times are predictions: TUNER_BENCHMARK=1 measures in place"
-        return Finding("shipped data", NOTE, found, advice)
-    return Finding("shipped data", OK, found)
+        return Finding("shipped data", NOTE, text, advice)
+    return Finding("shipped data", OK, text)
 
 
 def _no_driver() -> Finding | None:
@@ -201,17 +201,17 @@ def _driver(version: str, cuda: str) -> Finding:
     from tuner.compile import toolchain
     from tuner.errors import CompileError
 
-    found = f"{version} (CUDA {cuda})"
+    text = f"{version} (CUDA {cuda})"
     try:
         compiler = toolchain.find_nvcc()[1]
     except CompileError:
-        return Finding("driver", OK, found)
+        return Finding("driver", OK, text)
     if int(cuda.partition(".")[0]) < int(compiler.partition(".")[0]):
         advice = (
             f"nvcc {compiler} needs a newer driver: update it, or set TUNER_NVCC to an older nvcc"
         )
-        return Finding("driver", MISSING, found, advice)
-    return Finding("driver", OK, found)
+        return Finding("driver", MISSING, text, advice)
+    return Finding("driver", OK, text)
 
 
 def _compiling() -> Iterator[Finding]:
@@ -306,8 +306,8 @@ def _torch_and_peers() -> Iterator[Finding]:
     yield Finding("peers", OK, peers) if peers else Finding("peers", NOTE, "none", advice)
     for family in families().values():
         if family.is_listed and (lacks := family.lacks()):
-            found, _, how = lacks.partition(": ")
-            yield Finding(family.name.removeprefix("vendor_"), NOTE, found, how)
+            absence, _, how = lacks.partition(": ")
+            yield Finding(family.name.removeprefix("vendor_"), NOTE, absence, how)
 
 
 def _store() -> Iterator[Finding]:
@@ -357,10 +357,10 @@ def _store_file(path: Path) -> Finding:
         finally:
             connection.close()
     except sqlite3.Error as exc:
-        found = str(store_error(str(path), exc))
+        fault = str(store_error(str(path), exc))
         if is_busy(exc):
-            return Finding("store", NOTE, found)
-        return Finding("store", MISSING, found, "or set TUNER_STORE to another")
+            return Finding("store", NOTE, fault)
+        return Finding("store", MISSING, fault, "or set TUNER_STORE to another")
     return Finding("store", OK, f"{path} ({tables} tables, views and indices)")
 
 
@@ -406,23 +406,23 @@ def _prebuilt() -> Iterator[Finding]:
     name, advice = "prebuilt kernels", install_command(prebuilt.DISTRIBUTION)
     version = _version(prebuilt.DISTRIBUTION)
     try:
-        known = read(path)
+        kernels = read(path)
     except (ConfigError, StoreError) as exc:
         yield Finding(name, NOTE, str(exc), advice)
         return
-    every = known.kernels.values()
+    every = kernels.kernels.values()
     proven = sum(kernel.proof is not None for kernel in every)
     served = sum(kernel.proof is not None and kernel.is_current for kernel in every)
-    found = f"{prebuilt.DISTRIBUTION} {version}: {len(every)} kernels, {proven} proven"
-    found += f", of nvcc {known.nvcc}, for compute capability {known.capability}"
+    text = f"{prebuilt.DISTRIBUTION} {version}: {len(every)} kernels, {proven} proven"
+    text += f", of nvcc {kernels.nvcc}, for compute capability {kernels.capability}"
     if served < proven:
-        found += f"; {proven - served} are of other templates than this version's, not served"
+        text += f"; {proven - served} are of other templates than this version's, not served"
     if version != tuner.__version__:
-        found += f"; this is cutlass-tuner {tuner.__version__}"
+        text += f"; this is cutlass-tuner {tuner.__version__}"
     if served < proven or version != tuner.__version__:
-        yield Finding(name, NOTE, found, advice)
+        yield Finding(name, NOTE, text, advice)
         return
-    yield Finding(name, OK, f"{found}; they serve where the artifact cache has none")
+    yield Finding(name, OK, f"{text}; they serve where the artifact cache has none")
 
 
 def _dispatcher() -> Iterator[Finding]:
@@ -433,16 +433,16 @@ def _dispatcher() -> Iterator[Finding]:
     versions = dispatcher.installed()
     if versions is None:
         return
-    said = f"for torch {versions['torch']}, {versions['python']}"
-    found = dispatcher.find(ArtifactCache())
-    if found is None:
-        text = f"none is built {said}: the first call builds it, or calls go through Python"
+    build = f"for torch {versions['torch']}, {versions['python']}"
+    artifact = dispatcher.find(ArtifactCache())
+    if artifact is None:
+        text = f"none is built {build}: the first call builds it, or calls go through Python"
         yield Finding("dispatcher", NOTE, text, "tuner build")
         return
     libraries = prebuilt.libraries()
-    is_prebuilt = libraries is not None and found.library.is_relative_to(libraries)
+    is_prebuilt = libraries is not None and artifact.library.is_relative_to(libraries)
     where = "of the prebuilt kernels" if is_prebuilt else "built here"
-    yield Finding("dispatcher", OK, f"C++, {where}, {said}")
+    yield Finding("dispatcher", OK, f"C++, {where}, {build}")
 
 
 def _version(distribution: str) -> str | None:

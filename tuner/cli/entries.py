@@ -186,13 +186,13 @@ def _print_rule(args: argparse.Namespace, problem: Problem) -> bool:
 
 def list_all(args: argparse.Namespace) -> int:
     """Print a table of all entries."""
-    found = known_entries(args)
-    wanted = _wanted(args, found)
-    found = sorted((e for e in found if e.matches(**wanted)), key=describe.order_of)
+    entries_here = known_entries(args)
+    filters = _wanted(args, entries_here)
+    entries_here = sorted((e for e in entries_here if e.matches(**filters)), key=describe.order_of)
     if args.json:
-        print(json.dumps([describe.entry_json(entry) for entry in found]))
-    elif found:
-        print(describe.list_text(found))
+        print(json.dumps([describe.entry_json(entry) for entry in entries_here]))
+    elif entries_here:
+        print(describe.list_text(entries_here))
     else:
         print(f"no entries in {_source(args)}")
     return 0
@@ -219,8 +219,8 @@ def show(args: argparse.Namespace) -> int:
     print(f"{'workspace':<12} {winner.workspace_bytes} bytes")
     clocks = winner.clocks
     throttle = ", ".join(clocks.throttle) or "none"
-    seen = f"{clocks.sm_mhz} MHz, {clocks.power_w:.0f} W, throttle reasons: {throttle}"
-    print(f"{'clocks':<12} {seen if clocks.sm_mhz else 'not recorded'}")
+    state = f"{clocks.sm_mhz} MHz, {clocks.power_w:.0f} W, throttle reasons: {throttle}"
+    print(f"{'clocks':<12} {state if clocks.sm_mhz else 'not recorded'}")
     print(f"\n{describe.ranking_text(answer.entry)}")
     if winner.artifacts or winner.resources:
         print(f"\n{describe.kernels_text(winner)}")
@@ -250,9 +250,9 @@ def export(args: argparse.Namespace) -> int:
     from tuner.store import exchange, t4
 
     with open_store(_url(args), create=False) as store:
-        found = store.entries()
-        wanted = _wanted(args, found)
-        document = store.export(**wanted, trials=args.trials)
+        stored = store.entries()
+        filters = _wanted(args, stored)
+        document = store.export(**filters, trials=args.trials)
     if not document["entries"] and not document["measurements"]:
         raise NoValidConfigError(f"nothing to export: no such entry in {_source(args)}")
     if args.format == "t4":
@@ -260,8 +260,8 @@ def export(args: argparse.Namespace) -> int:
         text, what = t4.text(document), describe.counted(len(document["results"]), "result")
     else:
         counts = (
-            describe.counted(len(document[name]), one)
-            for name, one in (("entries", "entry"), ("measurements", "measurement"))
+            describe.counted(len(document[name]), noun)
+            for name, noun in (("entries", "entry"), ("measurements", "measurement"))
         )
         text, what = exchange.to_text(document), " with ".join(counts)
     if args.file is None:
@@ -368,18 +368,18 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
     named = [m for m in vendors if text in (vendor_name(m.config), str(m.config))]
     if named:
         return min(named, key=lambda m: m.latency_us or 0.0).config
-    found = [digest for digest in passed if digest.startswith(text.lower())]
-    if len(text) < _MIN_DIGEST or len(found) != 1:
-        kind = "names several" if len(found) > 1 else "names none"
+    matching = [digest for digest in passed if digest.startswith(text.lower())]
+    if len(text) < _MIN_DIGEST or len(matching) != 1:
+        kind = "names several" if len(matching) > 1 else "names none"
         own = sorted(digest for digest, config in passed.items() if not is_vendor(config))
-        others = sorted({vendor_name(m.config) for m in vendors})
+        vendors_named = sorted({vendor_name(m.config) for m in vendors})
         digits = f"{_MIN_DIGEST} or more digits of {describe.first_few(own)}" if own else ""
         raise ConfigError(
             f"--config {text} {kind} of the {len(passed)} configs that passed for "
             f"{problem.label()} on {gpu.name} ({regime}) (allowed: "
-            f"{' or '.join(filter(None, [digits, ', '.join(others)]))})"
+            f"{' or '.join(filter(None, [digits, ', '.join(vendors_named)]))})"
         )
-    return passed[found[0]]
+    return passed[matching[0]]
 
 
 def _import_hint(problem: Problem) -> str:
@@ -478,7 +478,7 @@ def _one(args: argparse.Namespace, store: Store) -> tuple[Problem, Gpu, Regime]:
     gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else _detected()
     gpu = gpu or DEFAULT_GPU
     regimes = regimes_of(args, problem.op)
-    decided = (one for one in regimes if store.best(problem, gpu, one) is not None)
+    decided = (regime for regime in regimes if store.best(problem, gpu, regime) is not None)
     return problem, gpu, next(decided, regimes[0])
 
 
@@ -525,12 +525,12 @@ def _found(args: argparse.Namespace, *, allow_other_gpu: bool | None = None) -> 
 
 def _miss(args: argparse.Namespace, problem: Problem) -> int:
     """Say on standard error that nothing is known of a problem. Returns 1."""
-    known = known_entries(args)
-    others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
-    hint = f"; known for {', '.join(others)}" if others else ""
+    entries_here = known_entries(args)
+    places = sorted({f"{e.gpu.name} ({e.regime})" for e in entries_here if e.problem == problem})
+    hint = f"; known for {', '.join(places)}" if places else ""
     if _found(args, allow_other_gpu=True) is not None:
         hint += "; --allow-other-gpu answers from another GPU"
-    if labels := describe.nearest_labels(problem, known):
+    if labels := describe.nearest_labels(problem, entries_here):
         hint += f"; `tuner sweep` measures it (nearest: {describe.first_few(labels)})"
     regime = (_regimes(args, problem) or Regime.choices(problem.op))[0]
     print(

@@ -39,14 +39,14 @@ def run(args: argparse.Namespace) -> int:
     from tuner.report.explain import explain
 
     subject = subject_of(args)
-    found = explain(subject)
-    if found is None:
+    explanation = explain(subject)
+    if explanation is None:
         raise NoValidConfigError(f"no own kernel passed for {subject.label} ({subject.source})")
     if args.json:
         facts = {"subject": subject.label, "source": subject.source}
-        print(json.dumps({**facts, **found.to_json()}))
+        print(json.dumps({**facts, **explanation.to_json()}))
     else:
-        print(explanation_text(subject, found))
+        print(explanation_text(subject, explanation))
     return 0
 
 

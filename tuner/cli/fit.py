@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         fit = module.refit(args.files, gpu, only)
     except (LookupError, TypeError, AttributeError) as exc:
-        wanted = FITS[args.name].rpartition(", from ")[2]
-        raise ConfigError(f"the rows are not of {wanted}: {exc!r}") from exc
+        source = FITS[args.name].rpartition(", from ")[2]
+        raise ConfigError(f"the rows are not of {source}: {exc!r}") from exc
     print(fit.text())
     if args.write:
         print(fit.write())
@@ -136,15 +136,15 @@ def _portfolio(args: argparse.Namespace, only: Collection[str]) -> int:
     if args.shipped_kernels or args.same_kernels:
         of = gpu if args.same_kernels else None
         measured = {regime: portfolio.of_shipped(rows, of) for regime, rows in measured.items()}
-    made = portfolio.make(args.op, measured, gpu, only, args.kernels)
+    result = portfolio.make(args.op, measured, gpu, only, args.kernels)
     if args.join:
-        made = made.joining(next(one for one in serving(shipped(), gpu) if one.op == args.op))
+        result = result.joining(next(one for one in serving(shipped(), gpu) if one.op == args.op))
     if args.output is not None:
-        (made if before is None else before.updated(made)).write(args.output)
+        (result if before is None else before.updated(result)).write(args.output)
     if args.json:
-        print(json.dumps(made.to_json()))
+        print(json.dumps(result.to_json()))
         return 0
-    for models in made.domains.values():
-        own = sum(not one.is_vendor for one in models.candidates)
+    for models in result.domains.values():
+        own = sum(not candidate.is_vendor for candidate in models.candidates)
         print(f"{models.domain.label()} ({models.regime}): {own} kernels; {models.regret.text()}")
     return 0

@@ -81,13 +81,13 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None:
         args.root.print_help()
         return 0
-    known = commands_of(args.root)
-    if args.topic not in known:
+    commands = commands_of(args.root)
+    if args.topic not in commands:
         raise ConfigError(
             f"'{args.topic}' is not a topic (allowed: {SHAPES}, {GLOSSARY}, or a command: "
-            f"{', '.join(known)})"
+            f"{', '.join(commands)})"
         )
-    known[args.topic].print_help()
+    commands[args.topic].print_help()
     return 0
 
 

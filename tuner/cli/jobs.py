@@ -39,10 +39,10 @@ def register(subparsers: Any) -> None:
         ("retry", retry, "put the failed and cancelled problems of a job into the queue again"),
         ("logs", logs, "what happened to a job"),
     ):
-        one = _add(commands, name, run, text)
-        one.add_argument("id", metavar="JOB", help="the job's id, or its beginning")
+        command = _add(commands, name, run, text)
+        command.add_argument("id", metavar="JOB", help="the job's id, or its beginning")
         if name == "logs":
-            one.add_argument(
+            command.add_argument(
                 "--follow", action="store_true", help="print progress until the job ends"
             )
 

@@ -143,10 +143,10 @@ def draw(
             break
         problem, space = rng.choice(spaces)
         config = family.draw(problem, gpu, space, rng)
-        found = SampledConfig(problem, config, tuple(family.violations(problem, config, gpu)))
-        pool, wanted = (refused, rejected) if found.violations else (accepted, legal)
-        if len(pool) < wanted:
-            pool.setdefault(problem.key + config.digest, found)
+        sample = SampledConfig(problem, config, tuple(family.violations(problem, config, gpu)))
+        pool, goal = (refused, rejected) if sample.violations else (accepted, legal)
+        if len(pool) < goal:
+            pool.setdefault(problem.key + config.digest, sample)
     return list(accepted.values()), list(refused.values())
 
 
@@ -166,8 +166,8 @@ def evaluate(
             in_flight += 1
         collected = runner.collect()
         in_flight -= 1
-        for seen in collected:
-            yield by_identity[seen.problem.key + seen.config.digest], seen
+        for measurement in collected:
+            yield by_identity[measurement.problem.key + measurement.config.digest], measurement
 
 
 def summary(outcomes: Sequence[tuple[SampledConfig, Measurement]]) -> dict[str, Any]:

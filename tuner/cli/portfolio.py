@@ -37,13 +37,13 @@ def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
     from tuner.selection.portfolio import everywhere, serving, shipped
     from tuner.selection.reader import find_gpu
 
-    known = shipped()
-    there = serving(known, find_gpu(gpu, [one.gpu for one in known])) if gpu else everywhere()
-    found = [one for one in there if op in (None, one.op)]
-    if not found:
-        allowed = ", ".join(f"--op {one.op} --gpu '{one.gpu.name}'" for one in known) or "none"
+    every = shipped()
+    there = serving(every, find_gpu(gpu, [one.gpu for one in every])) if gpu else everywhere()
+    portfolios = [portfolio for portfolio in there if op in (None, portfolio.op)]
+    if not portfolios:
+        allowed = ", ".join(f"--op {one.op} --gpu '{one.gpu.name}'" for one in every) or "none"
         raise ConfigError(f"no portfolio ships for that (allowed: {allowed})")
-    return found
+    return portfolios
 
 
 def build(
@@ -91,9 +91,9 @@ def build(
             "(allowed: texts of `tuner build --portfolio --dry-run`)"
         )
     tools, codes = find_toolchain(), []
-    for capability, wanted in sorted(by_capability.items()):
+    for capability, targets in sorted(by_capability.items()):
         with Compiler(tools, artifacts, jobs=jobs, capability=capability) as compiler:
-            codes.append(_build(wanted, compiler, dry_run, reproducible, force))
+            codes.append(_build(targets, compiler, dry_run, reproducible, force))
     return max(codes)
 
 
@@ -103,14 +103,14 @@ def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
     from tuner.selection.kernels import targets
     from tuner.selection.rules import OPERATIONS, WITHOUT_PORTFOLIO, rules
 
-    found: dict[str, list[Target]] = {}
+    by_capability: dict[str, list[Target]] = {}
     for one in [] if op in WITHOUT_PORTFOLIO else chosen(op, gpu):
         if one.made_on is not None:
             say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
-        found.setdefault(one.gpu.compute_capability, []).extend(targets(one))
+        by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
     for rule in rules(OPERATIONS if op is None else {op}):
-        found.setdefault(HOPPER, []).extend(rule.targets())
-    return found
+        by_capability.setdefault(HOPPER, []).extend(rule.targets())
+    return by_capability
 
 
 def _build(
@@ -121,40 +121,40 @@ def _build(
     from tuner.selection.kernels import PROVE, path_of, read, update
     from tuner.tuning.built import BuiltKernels
 
-    specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
-    there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
+    specs = list(dict.fromkeys(spec for target in wanted for spec in target.kernels.values()))
+    compiled = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
     if reproducible:
         units = fixed_units(specs, UNIT)
-        for spec in (spec for unit in units if not _is_whole(unit, there) for spec in unit):
-            artifact = there.pop(spec, None)
+        for spec in (spec for unit in units if not _is_whole(unit, compiled) for spec in unit):
+            artifact = compiled.pop(spec, None)
             if artifact is not None and not dry_run:
                 compiler.artifacts.remove(artifact.key)
         compiler.fix_units(units)
         specs = [spec for unit in units for spec in unit]
     if dry_run:
-        for one in wanted:
-            is_there = all(spec in there for spec in one.kernels.values())
-            print(f"{'compiled' if is_there else 'missing '}  {one.label()}")
-    text = f"{len(specs)} kernels, {len(there)} of them compiled already"
-    left = len(specs) - len(there)
-    if there and left:
-        cpu_s = left * fmean(artifact.compile_cpu_s for artifact in there.values())
+        for target in wanted:
+            is_there = all(spec in compiled for spec in target.kernels.values())
+            print(f"{'compiled' if is_there else 'missing '}  {target.label()}")
+    text = f"{len(specs)} kernels, {len(compiled)} of them compiled already"
+    missing = len(specs) - len(compiled)
+    if compiled and missing:
+        cpu_s = missing * fmean(artifact.compile_cpu_s for artifact in compiled.values())
         text += f"; the others take about {cpu_s / 60:.0f} CPU-minutes, as these did"
     say(text)
     if dry_run:
         return DONE
     path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
-    update(path, lambda known: known, start=lambda: starting_list(path, compiler))
+    update(path, lambda kernels: kernels, start=lambda: starting_list(path, compiler))
     entries = BuiltKernels(path, force=force)
     code = compile_aot(specs, compiler, None, time.monotonic(), entries.enter)
-    known = read(path)
-    built = [kernel for spec in specs if (kernel := known.find(spec)) is not None]
+    kernel_list = read(path)
+    built = [kernel for spec in specs if (kernel := kernel_list.find(spec)) is not None]
     proven = sum(kernel.proof is not None for kernel in built)
     text = f"{path}: {proven} of {len(built)} kernels are proven and served"
     failed = sum(bool(kernel.fault) for kernel in built)
     text += f", {failed} failed before" if failed else ""
-    left = any(not kernel.is_judged for kernel in built)
-    say(f"{text}; {PROVE} checks the others on the GPU" if left else text)
+    missing = any(not kernel.is_judged for kernel in built)
+    say(f"{text}; {PROVE} checks the others on the GPU" if missing else text)
     if entries.carried:
         say(f"{entries.carried} proofs are of other artifacts with equal machine code")
     if entries.stayed:
@@ -177,10 +177,10 @@ def _staying(count: int) -> str:
 
 def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) -> bool:
     """True when one library has all kernels of the unit, and no others."""
-    found = [there.get(spec) for spec in unit]
-    libraries = {one.sha256 if one is not None else None for one in found}
+    artifacts = [there.get(spec) for spec in unit]
+    libraries = {artifact.sha256 if artifact is not None else None for artifact in artifacts}
     return len(libraries) == 1 and all(
-        one is not None and one.facts["kernels_in_unit"] == len(unit) for one in found
+        one is not None and one.facts["kernels_in_unit"] == len(unit) for one in artifacts
     )
 
 
@@ -198,20 +198,20 @@ def starting_list(path: Path, compiler: Compiler) -> KernelList:
     tools = compiler.toolchain
     start = KernelList(tools.nvcc_version, tools.cutlass_version, compiler.capability)
     try:
-        known = read(path) if path.is_file() else start
+        kernels = read(path) if path.is_file() else start
     except ConfigError as exc:
         say(f"made anew: {exc}")
         with contextlib.suppress(ConfigError):  # failures outlive a damaged row
             start = replace(start, faults=read(path, deferred=True).faults)
         return start
-    stale = {one.spec for one in known.kernels.values() if not one.is_current}
+    stale = {kernel.spec for kernel in kernels.kernels.values() if not kernel.is_current}
     every = _targets(None, None).get(compiler.capability, ()) if stale else ()
-    specs = {spec.key: spec for one in every for spec in one.kernels.values()}
+    specs = {spec.key: spec for target in every for spec in target.kernels.values()}
     specs[REFERENCE.key] = REFERENCE
     rows = {}
-    for name, kernel in known.kernels.items():
+    for name, kernel in kernels.kernels.items():
         if name not in stale:
             rows[name] = kernel
         elif name in specs and compiler.key(specs[name]) == kernel.artifact:
             rows[name] = replace(kernel, source=source_of(specs[name]))
-    return replace(start, kernels=rows, faults=known.faults)
+    return replace(start, kernels=rows, faults=kernels.faults)

@@ -105,8 +105,8 @@ def _chosen(
     from tuner.measurement import Provenance
     from tuner.store.entry import is_vendor, vendor_name
 
-    wanted: dict[str, Any] = {"problem": problem, "gpu": gpu, "provenance": Provenance.MEASURED}
-    decided = (e for one in regimes for e in entries if e.matches(**wanted, regime=[one]))
+    filters: dict[str, Any] = {"problem": problem, "gpu": gpu, "provenance": Provenance.MEASURED}
+    decided = (e for regime in regimes for e in entries if e.matches(**filters, regime=[regime]))
     entry = next(decided, None)
     if entry is None:
         raise NoValidConfigError(
@@ -117,19 +117,19 @@ def _chosen(
     if name is None:
         return (entry.best_own or entry.winner).config, entry.regime
     names = [vendor_name(c) if is_vendor(c) else c.digest for c in ranked]
-    found = [
+    named = [
         config
-        for config, known in zip(ranked, names, strict=True)
-        if (known == name if is_vendor(config) else known.startswith(name))
+        for config, identity in zip(ranked, names, strict=True)
+        if (identity == name if is_vendor(config) else identity.startswith(name))
     ]
-    if found and is_vendor(found[0]):
-        return found[0], entry.regime  # of a library's plans or algorithms the first in rank
-    if len(found) != 1:
+    if named and is_vendor(named[0]):
+        return named[0], entry.regime  # of a library's plans or algorithms the first in rank
+    if len(named) != 1:
         raise ConfigError(
-            f"--kernel {name} names {len(found)} kernels of the ranking (allowed: "
+            f"--kernel {name} names {len(named)} kernels of the ranking (allowed: "
             f"{', '.join(names)})"
         )
-    return found[0], entry.regime
+    return named[0], entry.regime
 
 
 def _profile(
@@ -152,12 +152,12 @@ def _profile(
     tools = find_toolchain()
     with Compiler(tools, ArtifactCache()) as compiler:
         specs = member.kernels(problem, config)
-        (_, reference), *others = compiler.submit([REFERENCE, *specs.values()])
-        made = {name: future.result() for name, (_, future) in zip(specs, others, strict=True)}
+        (_, reference), *jobs = compiler.submit([REFERENCE, *specs.values()])
+        artifacts = {name: future.result() for name, (_, future) in zip(specs, jobs, strict=True)}
         gate = reference.result()
     environment = Environment({**device.environment().facts, **environment_facts(tools)})
     return nsight.profile(
-        ncu, problem, config, gpu, regime, gate, made, environment, timeout_s=timeout_s
+        ncu, problem, config, gpu, regime, gate, artifacts, environment, timeout_s=timeout_s
     )
 
 

@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     for todo in plans:
         say(_counts(todo))
     faults = [fault for todo in plans for fault in todo.failed]
-    left = 0
+    remaining = 0
     if args.dry_run:
         _name(faults)
         return DONE
@@ -153,16 +153,16 @@ def run(args: argparse.Namespace) -> int:
                 changed=_Teller(args.problems * args.processes),
                 is_over=is_over,
             )
-            left = _prove(prover, plans, faults)
+            remaining = _prove(prover, plans, faults)
     finally:
         for worker in workers:
             worker.close()
     _name(faults)
-    if left:
-        print(f"tuner: {left} kernels are left; the same command goes on", file=sys.stderr)
+    if remaining:
+        print(f"tuner: {remaining} kernels are left; the same command goes on", file=sys.stderr)
     if interruption.number is not None:
         return exit_code(interruption.number)
-    return FAILED if faults or left else DONE
+    return FAILED if faults or remaining else DONE
 
 
 def _counts(todo: ProofPlan) -> str:
@@ -178,15 +178,15 @@ def _prove(prover: Prover, plans: Sequence[ProofPlan], faults: list[str]) -> int
     """Prove each list's kernels and add failures to `faults`. Returns the number of kernels
     left.
     """
-    left = 0
+    remaining = 0
     for todo in plans:
-        found = prover.run(todo)
-        faults += found.faults
-        left += found.kernels - found.done
-        passed = found.done - len(found.faults)
-        spent = time.monotonic() - found.started
-        say(f"{todo.path}: {passed} of {found.kernels} kernels proven in {spent:.0f} s")
-    return left
+        progress = prover.run(todo)
+        faults += progress.faults
+        remaining += progress.kernels - progress.done
+        passed = progress.done - len(progress.faults)
+        spent = time.monotonic() - progress.started
+        say(f"{todo.path}: {passed} of {progress.kernels} kernels proven in {spent:.0f} s")
+    return remaining
 
 
 def _invariance(args: argparse.Namespace, gpu: Gpu) -> int:
@@ -259,11 +259,11 @@ def _export(folder: Path) -> int:
 
     if not folder.is_dir():
         raise ConfigError(f"--export {folder} is not a folder")
-    wanted = [target for one in everywhere() for target in targets(one)]
-    wanted += [target for rule in rules() for target in rule.targets()]
-    specs = {spec.key for target in wanted for spec in target.kernels.values()}
-    for known in _current(None).values():
-        for file in export(folder, known, specs):
+    proven = [target for portfolio in everywhere() for target in targets(portfolio)]
+    proven += [target for rule in rules() for target in rule.targets()]
+    specs = {spec.key for target in proven for spec in target.kernels.values()}
+    for kernels in _current(None).values():
+        for file in export(folder, kernels, specs):
             say(f"{file.path}: {file.kernels} proofs, {file.added} new, {file.removed} removed")
     return DONE
 
@@ -281,13 +281,13 @@ def _import(files: Sequence[Path]) -> int:
     from tuner.tuning.proof import adopt
 
     lists = [KernelList.read(file) for file in files]
-    judged = [kernel for one in lists for kernel in one.kernels.values()]
-    faults = {name: text for one in lists for name, text in one.faults.items()}
+    judged = [kernel for kernels in lists for kernel in kernels.kernels.values()]
+    faults = {name: text for kernels in lists for name, text in kernels.faults.items()}
     for path in _current(None):
-        found = adopt(path, judged, faults)
+        adopted = adopt(path, judged, faults)
         say(
-            f"{path}: {found.proofs} proofs and {found.faults} failures taken over; "
-            f"{found.unknown} kernels with a verdict are not built here ({BUILD})"
+            f"{path}: {adopted.proofs} proofs and {adopted.faults} failures taken over; "
+            f"{adopted.unknown} kernels with a verdict are not built here ({BUILD})"
         )
     return DONE
 
@@ -319,9 +319,9 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     """
     from tuner.tuning.proof import plan
 
-    wanted = _wanted(args, gpu)
+    chosen_targets = _wanted(args, gpu)
     lists = _current(gpu.compute_capability)
-    return [plan(path, wanted, again=args.again) for path in lists]
+    return [plan(path, chosen_targets, again=args.again) for path in lists]
 
 
 def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
@@ -337,9 +337,9 @@ def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
 
     known_targets = [
         target
-        for one in everywhere()
-        if args.op in (None, one.op) and one.gpu.shares_kernels(gpu)
-        for target in targets(one)
+        for portfolio in everywhere()
+        if args.op in (None, portfolio.op) and portfolio.gpu.shares_kernels(gpu)
+        for target in targets(portfolio)
     ]
     if gpu.compute_capability == HOPPER:
         for rule in rules(OPERATIONS if args.op is None else {args.op}):
@@ -351,14 +351,14 @@ def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
                 f"--family {args.family} has no kernels (allowed: {', '.join(named)})"
             )
         known_targets = [t for t in known_targets if t.config.family == args.family]
-    wanted = {
+    distinct = {
         tuple(sorted(spec.key for spec in target.kernels.values())): target
         for target in known_targets
     }
-    if not wanted:
+    if not distinct:
         capability = gpu.compute_capability
         raise ConfigError(f"no portfolio ships for compute capability {capability} ({BUILD})")
-    return list(wanted.values())
+    return list(distinct.values())
 
 
 def _name(faults: Sequence[str]) -> None:

@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if lacks:
         print(f"The call is left out, for what is missing here: {'; '.join(lacks)}.")
         return 0 if built else 1
-    made = subprocess.run(python_command("-c", CALL), env=python_environment(), check=False)
-    return 0 if built and made.returncode == 0 else 1
+    finished = subprocess.run(python_command("-c", CALL), env=python_environment(), check=False)
+    return 0 if built and finished.returncode == 0 else 1
 
 
 def _command(line: str) -> int:

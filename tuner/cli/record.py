@@ -80,15 +80,15 @@ def run(args: argparse.Namespace) -> int:
         for problem in problems:
             regimes = usual_inputs(args, problem.op)
             try:
-                found = recording.from_store(store, problem, gpu, regimes)
+                sweep = recording.from_store(store, problem, gpu, regimes)
             except NoValidConfigError as exc:
                 if args.shape:
                     raise
                 missing.append(str(exc))
                 continue
-            name = recording_archive.file_name(problem, gpu, found.regime)
+            name = recording_archive.file_name(problem, gpu, sweep.regime)
             path = out / name if out.is_dir() else out
-            rows.append(_facts(path, recording.write(path, found), found))
+            rows.append(_facts(path, recording.write(path, sweep), sweep))
     if args.json:
         print(json.dumps(rows if args.shape is None else rows[0]))
     else:

@@ -69,7 +69,7 @@ def _unranked_lines(outcome: Outcome) -> list[str]:
 
 def _effort_text(outcome: Outcome) -> str:
     minutes, seconds = divmod(round(outcome.elapsed_s), 60)
-    known = f", {outcome.resumed} sets known before" if outcome.resumed else ""
+    resumed = f", {outcome.resumed} sets known before" if outcome.resumed else ""
     given_up = f", {outcome.given_up} sets not waited for" if outcome.given_up else ""
     loss = outcome.expected_loss
     saves = "" if loss is None else f"; by the estimate the sets left would save {100 * loss:.1f} %"
@@ -80,7 +80,7 @@ def _effort_text(outcome: Outcome) -> str:
         answered += f", the first own kernel's after {own_s:.0f} s"
     return (
         f"{outcome.candidates} own candidates of {outcome.kernels} sets of kernels in "
-        f"{minutes} min {seconds:02d} s{answered}{known}{given_up}{saves}"
+        f"{minutes} min {seconds:02d} s{answered}{resumed}{given_up}{saves}"
     )
 
 

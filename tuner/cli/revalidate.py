@@ -154,14 +154,14 @@ def _each(args: argparse.Namespace, work: Work) -> int:
         raise ConfigError("--all is for every entry (allowed with --shape: nothing, it is timed)")
     done: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    started, left = time.monotonic(), 0
+    started, remaining = time.monotonic(), 0
     with (
         open_store(args.store or settings.store_url()) as store,
         Runners(Machine((args.device,), args.jobs), say) as runners,
     ):
         for entry in list(_chosen(args, runners)):
             if args.time_limit is not None and time.monotonic() - started > args.time_limit:
-                left += 1
+                remaining += 1
                 continue
             try:
                 done.append(work(entry, runners.of(entry.problem, _wanted(args, entry)), store))
@@ -172,11 +172,11 @@ def _each(args: argparse.Namespace, work: Work) -> int:
                 failed.append({**_entry_json(entry), "error": str(exc)})
     if args.json:
         print(json.dumps({"entries": done, "failed": failed}))
-    elif not done and not failed and not left:
+    elif not done and not failed and not remaining:
         print("every entry was measured in this environment")
-    if left:
-        print(f"tuner: {left} entries are left; the same command goes on", file=sys.stderr)
-    return 1 if failed or left else 0
+    if remaining:
+        print(f"tuner: {remaining} entries are left; the same command goes on", file=sys.stderr)
+    return 1 if failed or remaining else 0
 
 
 def _wanted(args: argparse.Namespace, entry: Entry) -> Regime:
@@ -196,12 +196,12 @@ def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
     problems, gpu = _problems(args), runners.gpu
     if gpu is None:
         raise BenchmarkError("without a GPU nothing can be timed again")
-    known = _known(args, problems, gpu)
-    decided = {(e.problem, e.regime) for e in known if e.gpu.identity == gpu.identity}
-    for entry in known:
-        wanted = _wanted(args, entry)
-        if wanted != entry.regime or entry.gpu.identity != gpu.identity:
-            if (entry.problem, wanted) not in decided:
+    measured = _known(args, problems, gpu)
+    decided = {(e.problem, e.regime) for e in measured if e.gpu.identity == gpu.identity}
+    for entry in measured:
+        regime = _wanted(args, entry)
+        if regime != entry.regime or entry.gpu.identity != gpu.identity:
+            if (entry.problem, regime) not in decided:
                 yield entry
             continue
         runner = runners.of(entry.problem, entry.regime)

@@ -27,7 +27,7 @@ Without Transformers a few kinds of models are served. With --engine it lists th
 
 def _of(name: str) -> str:
     """Default of an option for each engine."""
-    return ", ".join(f"{engine}: {getattr(found, name)}" for engine, found in ENGINES.items())
+    return ", ".join(f"{engine}: {getattr(defaults, name)}" for engine, defaults in ENGINES.items())
 
 
 def register(subparsers: Any) -> None:
@@ -115,8 +115,8 @@ def _paged(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Li
     from tuner.problem import engines, shapes
 
     changes = {name: getattr(args, name) for name in ("page_size", "chunk")}
-    given = {name: value for name, value in changes.items() if value is not None}
-    engine = replace(engines.ENGINES[args.engine], **given)
+    changed = {name: value for name, value in changes.items() if value is not None}
+    engine = replace(engines.ENGINES[args.engine], **changed)
     concurrencies = shapes.numbers("concurrency", args.concurrency or "1,16,64,128")
     ops = (args.op or "attention",)
     sizes = concurrencies, seqlens, args.dtype

@@ -101,8 +101,8 @@ def run_restore(args: argparse.Namespace) -> int:
         store.parent.mkdir(parents=True, exist_ok=True)
     rows, former = restore(args.file, store)
     if args.json:
-        kept = None if former is None else str(former)
-        print(json.dumps({"store": str(store), "backup": str(args.file), "former": kept, **rows}))
+        backup = None if former is None else str(former)
+        print(json.dumps({"store": str(store), "backup": str(args.file), "former": backup, **rows}))
         return 0
     print(f"{store} restored from {args.file}: {_counted(rows)}")
     if former is not None:

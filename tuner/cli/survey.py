@@ -136,12 +136,12 @@ def run(args: argparse.Namespace) -> int:
                 interruption=interruption,
                 time_limit_s=args.time_limit,
             )
-            found = survey.run()
-    for progress in found:
+            results = survey.run()
+    for progress in results:
         best = min((m.latency_us for m in progress.seen if m.latency_us), default=None)
         shown = "nothing passed" if best is None else f"best {best:.4g} us"
         print(f"{progress_text(progress)}, {shown}, {progress.path}")
-    return _code(found, interruption.number)
+    return _code(results, interruption.number)
 
 
 def _code(found: Sequence[SurveyProgress], interrupted_by: int | None) -> int:
@@ -168,8 +168,8 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample
         raise ConfigError(f"--op {args.op} has no portfolio (allowed: {', '.join(DOMAINS)})")
     if not args.portfolio:
         return [draw(problem, gpu, how) for problem in _problems(args)]
-    known = (one for one in serving(shipped(), gpu) if one.op == args.op)
-    portfolio = next(known, None)
+    portfolios = (portfolio for portfolio in serving(shipped(), gpu) if portfolio.op == args.op)
+    portfolio = next(portfolios, None)
     if args.shape or args.problems:
         if portfolio is None:
             raise ConfigError(f"no portfolio of {args.op} serves on {gpu.name}")
@@ -193,10 +193,10 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     shipped = read_problems(resources.cache() / "survey.yaml")
     if args.op == DEFAULT_OP:
         return shipped
-    if not (found := [problem for problem in shipped if problem.op == args.op]):
+    if not (problems := [problem for problem in shipped if problem.op == args.op]):
         named = ", ".join(dict.fromkeys(problem.op for problem in shipped))
         raise ConfigError(f"the shipped list has no problem of {args.op} (it has {named})")
-    return found
+    return problems
 
 
 def _list(
@@ -206,13 +206,13 @@ def _list(
     from tuner.families import families
     from tuner.selection.describe import counted
 
-    known = families()
+    members = families()
     kernels: dict[KernelSpec, None] = {}
     for sample in samples:
         own = {
             spec: None
             for group in sample.groups
-            for spec in known[group[0].family].kernels(sample.problem, group[0]).values()
+            for spec in members[group[0].family].kernels(sample.problem, group[0]).values()
         }
         tell(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
         kernels |= own

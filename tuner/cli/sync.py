@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 def _pause(seconds: float) -> None:
     """Sleep in short steps, because a signal just before a sleep would not end it."""
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, _PIECE_S))
+    while (left_s := end - time.monotonic()) > 0:
+        time.sleep(min(left_s, _PIECE_S))
 
 
 def _say(report: ImportReport | None, url: str, *, as_json: bool) -> None:

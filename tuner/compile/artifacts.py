@@ -79,8 +79,8 @@ class Artifact:
     @property
     def code(self) -> str:
         """`device_code` of the kernel; empty where its library holds no machine code of it."""
-        known = "" if self.resources is None else self.resources.code
-        return known or device_code(self.library.read_bytes(), self.key)
+        code = "" if self.resources is None else self.resources.code
+        return code or device_code(self.library.read_bytes(), self.key)
 
     def meta(self) -> dict[str, Any]:
         """Everything but the key and the library, as ``meta.json``, bundles and wheels hold it."""
@@ -238,10 +238,10 @@ class ArtifactCache:
                 self._publish(made, folder)
         except OSError as exc:
             raise self.write_error(exc) from exc
-        found = self.find(key)
-        if found is None:
+        artifact = self.find(key)
+        if artifact is None:
             raise StoreError(f"artifact {key} was damaged while it was written under {self.root}")
-        return found
+        return artifact
 
     def _publish(self, made: Path, folder: Path) -> None:
         """Rename into place. An intact artifact that another process put there first stays."""
@@ -375,7 +375,7 @@ class ArtifactCache:
         """
         self.sweep()
         files = {folder: _files(folder) for folder in self._all_folders()}
-        links = Counter(file for held in files.values() for file in held)
+        links = Counter(file for linked in files.values() for file in linked)
         total = sum(_union(files.values()).values())
         removed = freed = 0
         for folder in sorted(files, key=lambda f: (self._is_artifact(f), _last_used(f))):
@@ -483,7 +483,7 @@ def _files(folder: Path) -> dict[_File, int]:
 
 
 def _union(maps: Iterable[Mapping[_File, int]]) -> dict[_File, int]:
-    return {file: size for held in maps for file, size in held.items()}
+    return {file: size for sizes in maps for file, size in sizes.items()}
 
 
 def _fsync(path: Path) -> None:

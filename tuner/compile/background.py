@@ -81,7 +81,7 @@ class Builder:
         return True
 
     def _work(self) -> None:
-        said = set[str]()
+        reported = set[str]()
         while True:
             misses = [self._queue.get(), *self._further()]
             for gpu in dict.fromkeys(miss.gpu for miss in misses):
@@ -93,16 +93,16 @@ class Builder:
                     return
                 except (TunerError, *document.FAULTS) as exc:
                     fault = str(exc)
-                if fault and fault not in said:
-                    said.add(fault)
+                if fault and fault not in reported:
+                    reported.add(fault)
                     _log.warning("missing kernels were not built: %s", fault)
 
     def _further(self) -> Iterator[Miss]:
         """Misses of the next `GATHER_S`."""
         end = time.monotonic() + GATHER_S
-        while (left := end - time.monotonic()) > 0:
+        while (left_s := end - time.monotonic()) > 0:
             try:
-                yield self._queue.get(timeout=left)
+                yield self._queue.get(timeout=left_s)
             except queue.Empty:
                 return
 
@@ -140,17 +140,17 @@ def build(problems: Sequence[Problem], gpu: str, *, in_background: bool = True) 
     options = ["--background"] if in_background else []
     with (
         tempfile.TemporaryDirectory(prefix="tuner-missing-") as folder,
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
     ):
-        wanted = Path(folder) / "problems.json"
-        wanted.write_text(listing(problems), encoding="utf-8")
-        command = python_command("-m", "tuner", "build", "--problems", str(wanted), "--gpu", gpu)
+        listed = Path(folder) / "problems.json"
+        listed.write_text(listing(problems), encoding="utf-8")
+        command = python_command("-m", "tuner", "build", "--problems", str(listed), "--gpu", gpu)
         try:
             # An own session: neither this process's end nor its Ctrl-C stops the build.
             done = subprocess.run(
                 [*command, *options],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=log,
                 stderr=subprocess.STDOUT if in_background else None,
                 env=python_environment(),
                 start_new_session=in_background,
@@ -158,8 +158,8 @@ def build(problems: Sequence[Problem], gpu: str, *, in_background: bool = True) 
             )
         except OSError as exc:
             return f"{command[0]} cannot be started: {exc.strerror}"
-        said.seek(0)
-        text = said.read().strip()[-_LOG_CHARACTERS:]
+        log.seek(0)
+        text = log.read().strip()[-_LOG_CHARACTERS:]
         return "" if done.returncode == 0 else text or f"it ended with {done.returncode}"
 
 

@@ -136,8 +136,8 @@ class Compiler:
 
     def _most_units(self, jobs: int | None) -> int:
         """Number of units that may be built in parallel."""
-        wanted = jobs or cpu_count()
-        return max(1, min(wanted, available_bytes() // UNIT_BYTES))
+        most = jobs or cpu_count()
+        return max(1, min(most, available_bytes() // UNIT_BYTES))
 
     def __enter__(self) -> Compiler:
         return self
@@ -190,12 +190,12 @@ class Compiler:
 
     def compiled(self, family: Family, problem: Problem, space: Sequence[Config]) -> list[Config]:
         """Configs of `space` whose kernels are all built already."""
-        known: dict[KernelSpec, bool] = {}
+        is_compiled: dict[KernelSpec, bool] = {}
 
         def is_built(spec: KernelSpec) -> bool:
-            if spec not in known:
-                known[spec] = self.cached(spec) is not None
-            return known[spec]
+            if spec not in is_compiled:
+                is_compiled[spec] = self.cached(spec) is not None
+            return is_compiled[spec]
 
         return [c for c in space if all(map(is_built, family.kernels(problem, c).values()))]
 
@@ -460,8 +460,8 @@ class Compiler:
                 script = (
                     side_by_side.script(command, planned.log) if planned.returncode == 0 else None
                 )
-                both = command if script is None else ["/bin/sh", "-c", script]
-                runs.append(self._processes.run(both, folder, **priority))
+                parallel = command if script is None else ["/bin/sh", "-c", script]
+                runs.append(self._processes.run(parallel, folder, **priority))
             else:
                 runs.append(self._processes.run(command, folder, **priority))
             if runs[-1].returncode != 0:
@@ -492,11 +492,11 @@ class Compiler:
             step("unit.ptx", "unit.fatbin", "-fatbin"),
         ]
         assembled = str(folder / "host.o")
-        rest = [
+        libraries = [
             [str(tools.host_compiler), "-c", str(folder / "host.s"), "-o", assembled],
             step("host.o", "kernel.so"),
         ]
-        return [["/bin/sh", "-c", side_by_side.together(host, device, rest)]]
+        return [["/bin/sh", "-c", side_by_side.together(host, device, libraries)]]
 
     def _nvcc(self, template: str, text: str) -> list[str]:
         """Return the compiler and the options of all steps of a unit."""

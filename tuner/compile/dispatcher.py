@@ -51,14 +51,14 @@ def installed() -> dict[str, str] | None:
 
 def built(artifacts: ArtifactCache) -> list[Artifact]:
     """Return the intact dispatchers of the present sources, for whatever torch and Python."""
-    found = []
+    artifacts_here = []
     for key in artifacts.keys():
         if artifacts.facts(key).get("template") != SOURCE:
             continue
-        one = artifacts.find(key)
-        if one and key == _key({name: one.facts.get(name) for name in VERSIONS}):
-            found.append(one)
-    return found
+        artifact = artifacts.find(key)
+        if artifact and key == _key({name: artifact.facts.get(name) for name in VERSIONS}):
+            artifacts_here.append(artifact)
+    return artifacts_here
 
 
 def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Artifact:

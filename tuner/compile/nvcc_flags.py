@@ -30,11 +30,11 @@ def _code_flags(text: str) -> str:
     except ValueError:  # nvcc says what is wrong
         return text
     changing = []
-    rest = iter(words)
-    for word in rest:
+    following = iter(words)
+    for word in following:
         name, equals, _ = word.partition("=")
         if name in _HOST_VALUES and not equals:
-            next(rest, None)
+            next(following, None)
         elif name in _HOST_VALUES:
             continue
         elif word not in _HOST_SWITCHES:

@@ -28,17 +28,17 @@ def folder() -> Path | None:
 
 def artifacts() -> Path | None:
     """Folder of the wheel's artifacts; None if it is not installed."""
-    found = folder()
-    return None if found is None else found / ARTIFACTS
+    package = folder()
+    return None if package is None else package / ARTIFACTS
 
 
 def libraries() -> Path | None:
     """Folder of the wheel's libraries; None if it is not installed."""
-    found = folder()
-    return None if found is None else found / LIBRARIES
+    package = folder()
+    return None if package is None else package / LIBRARIES
 
 
 def kernel_list() -> Path | None:
     """File of the wheel's kernel list; None if it is not installed."""
-    found = folder()
-    return None if found is None else found / KERNELS
+    package = folder()
+    return None if package is None else package / KERNELS

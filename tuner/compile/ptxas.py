@@ -23,34 +23,34 @@ def parse_resources(log: str, ids: Iterable[str]) -> dict[str, Resources]:
     An id is recognised inside the mangled function name. If an id has several functions, the one
     with the most registers, spills and stack counts.
     """
-    found: dict[str, Resources] = {}
-    wanted = tuple(ids)
+    resources: dict[str, Resources] = {}
+    names = tuple(ids)
     current: str | None = None
     for line in log.splitlines():
         if name := _FUNCTION.search(line):
-            current = _owner(name[1], wanted)
+            current = _owner(name[1], names)
         if current is None:
             continue
-        seen = found.get(current, Resources(0, 0, 0, 0))
+        so_far = resources.get(current, Resources(0, 0, 0, 0))
         if frame := _FRAME.search(line):
             stack, stores, loads = map(int, frame.groups())
-            found[current] = Resources(
-                seen.registers,
-                max(seen.spill_store_bytes, stores),
-                max(seen.spill_load_bytes, loads),
-                max(seen.stack_bytes, stack),
-                seen.smem_bytes,
+            resources[current] = Resources(
+                so_far.registers,
+                max(so_far.spill_store_bytes, stores),
+                max(so_far.spill_load_bytes, loads),
+                max(so_far.stack_bytes, stack),
+                so_far.smem_bytes,
             )
         elif used := _REGISTERS.search(line):
             smem = _SMEM.search(line)
-            found[current] = Resources(
-                max(seen.registers, int(used[1])),
-                seen.spill_store_bytes,
-                seen.spill_load_bytes,
-                seen.stack_bytes,
-                max(seen.smem_bytes, int(smem[1]) if smem else 0),
+            resources[current] = Resources(
+                max(so_far.registers, int(used[1])),
+                so_far.spill_store_bytes,
+                so_far.spill_load_bytes,
+                so_far.stack_bytes,
+                max(so_far.smem_bytes, int(smem[1]) if smem else 0),
             )
-    return found
+    return resources
 
 
 def parse_advice(log: str, ids: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -60,18 +60,18 @@ def parse_advice(log: str, ids: Iterable[str]) -> dict[str, tuple[str, ...]]:
     the first function's name. A warning about another function, as a kernel that was not asked
     for, is left out.
     """
-    found: dict[str, dict[str, None]] = {}
-    wanted = tuple(ids)
+    advice: dict[str, dict[str, None]] = {}
+    names = tuple(ids)
     for line in log.splitlines():
         if not _ADVICE.search(line):
             continue
-        owner = _owner(line, wanted)
+        owner = _owner(line, names)
         if owner is None and _NAMED.search(line):
             continue
-        for name in wanted if owner is None else (owner,):
+        for name in names if owner is None else (owner,):
             text = re.sub(r"'?[\w$]*" + re.escape(name) + r"[\w$]*'?", "the kernel", line.strip())
-            found.setdefault(name, {})[text] = None
-    return {name: tuple(lines) for name, lines in found.items()}
+            advice.setdefault(name, {})[text] = None
+    return {name: tuple(lines) for name, lines in advice.items()}
 
 
 def _owner(text: str, ids: tuple[str, ...]) -> str | None:

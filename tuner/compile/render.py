@@ -50,8 +50,8 @@ def render(spec: KernelSpec, kernel_id: str, cutlass: tuple[int, ...] = MIN_CUTL
             a missing variable, or a value that is not declared.
     """
     own = {"id": kernel_id, "arguments": spec.arguments, "cutlass": cutlass}
-    if taken := sorted(own.keys() & spec.variables.keys()):
-        raise RenderError(f"template {spec.template}: '{taken[0]}' is set by the tuner")
+    if reserved := sorted(own.keys() & spec.variables.keys()):
+        raise RenderError(f"template {spec.template}: '{reserved[0]}' is set by the tuner")
     if not _ID.fullmatch(kernel_id):
         raise RenderError(f"template {spec.template}: {shown(kernel_id)} cannot be part of a name")
     for name, value in spec.variables.items():
@@ -97,9 +97,9 @@ def template_digest(template: str) -> str:
             rendering.
     """
     folder = resources.templates()
-    known = _digests.get((folder, template))
-    if known and all(_mtime(path) == mtime for path, mtime in known[0]):
-        return known[1]
+    remembered = _digests.get((folder, template))
+    if remembered and all(_mtime(path) == mtime for path, mtime in remembered[0]):
+        return remembered[1]
     texts: dict[str, str] = {}
     _gather(folder, template, texts)
     digest = hashlib.sha256()

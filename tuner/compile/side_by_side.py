@@ -29,13 +29,13 @@ def script(command: Sequence[str], dry_run: str) -> str | None:
         dry_run: output of the command with ``--dryrun``.
     """
     lines = [line[3:].strip() for line in dry_run.splitlines() if line.startswith("#$ ")]
-    variables = [found for line in lines if (found := _VARIABLE.fullmatch(line))]
+    variables = [match for line in lines if (match := _VARIABLE.fullmatch(line))]
     # Temporary files go with the unit's folder, without `rm`.
     steps = [line for line in lines if not re.match(r"\w+=|rm ", line)]
     tools = [_tool(step) for step in steps]
     if tools[:6] != ["g++", "cudafe++", "g++", "cicc", "ptxas", "fatbinary"]:
         return None
-    host, device, rest = steps[:2], steps[2:6], steps[6:]
+    host, device, linking = steps[:2], steps[2:6], steps[6:]
     written, read = _MODULE_ID.search(host[1]), _MODULE_ID.search(device[1])
     if written is None or read is None or written[1] != read[1]:
         return None
@@ -44,13 +44,13 @@ def script(command: Sequence[str], dry_run: str) -> str | None:
     device[1] = device[1].replace(read[0], renamed)
     return "\n".join(
         [
-            *(f"export {found[1]}={shlex.quote(found[2])}" for found in variables),
+            *(f"export {variable[1]}={shlex.quote(variable[2])}" for variable in variables),
             f"{{ {' && '.join(host)}; }} &",
             f"{' && '.join(device)} || exit",
             "wait $! || exit",
             f'[ "$(cat {shlex.quote(read[1])})" = "$(cat {shlex.quote(own)})" ] ||',
             f"exec {shlex.join(command)}",
-            " && ".join(rest),
+            " && ".join(linking),
         ]
     )
 

@@ -50,8 +50,8 @@ def build(
         StoreError: when the cache cannot be written.
     """
     with artifacts.lock(key):
-        if found := artifacts.find(key):
-            return found
+        if artifact := artifacts.find(key):
+            return artifact
         with artifacts.workspace() as folder:
             library = folder / "kernel.so"
             command, facts = recipe(library)

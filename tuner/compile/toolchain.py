@@ -85,21 +85,21 @@ def find_toolchain() -> Toolchain:
             get it.
     """
     missing: list[str] = []
-    found: dict[str, tuple[Path, str]] = {}
+    tools: dict[str, tuple[Path, str]] = {}
     for name, find in (
         ("nvcc", find_nvcc),
         ("host", find_host_compiler),
         ("cutlass", find_cutlass),
     ):
         try:
-            found[name] = find()
+            tools[name] = find()
         except CompileError as exc:
             missing.append(str(exc))
     if missing:
         raise CompileError("; ".join(missing))
-    nvcc, cutlass = found["nvcc"][0], found["cutlass"][0]
+    nvcc, cutlass = tools["nvcc"][0], tools["cutlass"][0]
     return Toolchain(
-        nvcc, found["nvcc"][1], *found["host"], cutlass, found["cutlass"][1],
+        nvcc, tools["nvcc"][1], *tools["host"], cutlass, tools["cutlass"][1],
         library_dirs(nvcc), headers_digest(cutlass), triton_version(),
     )  # fmt: skip
 
@@ -190,8 +190,8 @@ def find_cutlass() -> tuple[Path, str]:
     Raises:
         CompileError: when there is none or it is too old.
     """
-    if given := settings.cutlass_dir():
-        place, root = "TUNER_CUTLASS_DIR", given.absolute()
+    if folder := settings.cutlass_dir():
+        place, root = "TUNER_CUTLASS_DIR", folder.absolute()
     else:
         # find_spec does not import the package, which would cost a second.
         spec = importlib.util.find_spec("cutlass_library")
@@ -298,8 +298,8 @@ def _probe(toolchain: Toolchain) -> str:
 
 
 def _nvcc_places() -> Iterator[tuple[str, Path | None]]:
-    if given := settings.nvcc():
-        yield "TUNER_NVCC", given.absolute()
+    if named := settings.nvcc():
+        yield "TUNER_NVCC", named.absolute()
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
         yield variable, Path(home).absolute() / "bin" / "nvcc" if home else None
@@ -330,8 +330,8 @@ def _nvidia() -> Iterator[Path]:
 
 
 def _executable(name: str) -> Path | None:
-    found = shutil.which(name)
-    return Path(found).absolute() if found else None
+    path = shutil.which(name)
+    return Path(path).absolute() if path else None
 
 
 def _output(program: Path, *arguments: str) -> str:

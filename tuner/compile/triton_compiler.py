@@ -135,8 +135,8 @@ def compiled(kernel_id: str, build: Mapping[str, Any], capability: str) -> dict[
     }
     target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
     source = ASTSource(function, signature, build["constants"], divisors)
-    made = triton.compile(source, target=target, options=build["options"])
-    facts, ptx = made.metadata, made.asm["ptx"]
+    kernel = triton.compile(source, target=target, options=build["options"])
+    facts, ptx = kernel.metadata, kernel.asm["ptx"]
     most = smem_per_block_bytes(capability)
     if facts.shared > most:
         raise CompileError(f"{facts.shared} bytes of shared memory exceed {most}")
@@ -152,7 +152,7 @@ def compiled(kernel_id: str, build: Mapping[str, Any], capability: str) -> dict[
         "threads": _threads(ptx),
         "shared": facts.shared,
         "types": "".join("p" if kind[0] == "*" else LETTERS[kind] for _, kind, _ in arguments),
-        "image": ",".join(map(str, made.asm["cubin"])),
+        "image": ",".join(map(str, kernel.asm["cubin"])),
     }
 
 
@@ -191,10 +191,10 @@ def _parameters(ptx: str, name: str) -> int:
 
 def _threads(ptx: str) -> int:
     """Threads of a block. With specialised warps there are more than `num_warps` says."""
-    found = re.search(r"\.reqntid\s+(\d+)", ptx)
-    if found is None:
+    match = re.search(r"\.reqntid\s+(\d+)", ptx)
+    if match is None:
         raise CompileError("the PTX does not say how many threads a block has")
-    return int(found[1])
+    return int(match[1])
 
 
 if __name__ == "__main__":
