@@ -134,7 +134,7 @@ class Regime:
         launches = [launch] if launch else ["stream", "chained"]
         if launch and not l2:
             states = states[:1]
-        return tuple(cls(one, state) for state in states for one in launches)
+        return tuple(cls(launch, state) for state in states for launch in launches)
 
     @classmethod
     def preferred(cls, wanted: Regime) -> tuple[Regime, ...]:
@@ -182,7 +182,7 @@ def listed(regimes: Regimes) -> tuple[Regime, ...]:
 
 def regime_keys(regimes: Regimes) -> list[str]:
     """Stored texts of one regime or of several."""
-    return [one.key for one in listed(regimes)]
+    return [regime.key for regime in listed(regimes)]
 
 
 @dataclass(frozen=True)

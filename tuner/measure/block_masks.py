@@ -83,9 +83,9 @@ def tables_of(rows: Sequence[int], keys: int) -> Tables:
         common = reduce(and_, band).to_bytes(columns * _ROW_BYTES, "little")
         union = reduce(or_, band).to_bytes(columns * _ROW_BYTES, "little")
         full = [c for c in range(columns) if _block(common, c) == _SEEN]
-        seen = [c for c in range(columns) if any(_block(union, c)) and c not in set(full)]
-        listed = [*full, *seen]
-        counts += struct.pack("<2i", len(full), len(seen))
+        partly = [c for c in range(columns) if any(_block(union, c)) and c not in set(full)]
+        listed = [*full, *partly]
+        counts += struct.pack("<2i", len(full), len(partly))
         indices += struct.pack(f"<{columns}i", *listed, *[UNSET] * (columns - len(listed)))
         joined = b"".join(row.to_bytes(columns * _ROW_BYTES, "little") for row in band)
         ordered, row_bytes = _in_order(joined), columns * _ROW_BYTES
@@ -106,14 +106,14 @@ def _in_order(blocks: bytes) -> bytes:
     """Reorder each 128 bits of some rows as `AttentionProblem` describes: a word for each lane of a
     quad. A lane has two bits of every octet, which are gathered in all rows at once.
     """
-    size, found = len(blocks), 0
+    size, words = len(blocks), 0
     every = int.from_bytes(blocks, "little")
     for lane in range(4):
         part = every >> 2 * lane & _repeated(3, 1, size)
         for octets in (2, 4, 8, 16):  # their bits now, of half as many each before
             part = (part | part >> 3 * octets) & _repeated((1 << 2 * octets) - 1, octets, size)
-        found |= part << 32 * lane
-    return found.to_bytes(size, "little")
+        words |= part << 32 * lane
+    return words.to_bytes(size, "little")
 
 
 @lru_cache(256)

@@ -128,8 +128,8 @@ def count_sets(problem: Problem, gpu: Gpu, regime: Regime, free_bytes: int) -> i
     """
     if regime.l2 == "warm":
         return 1
-    wanted = math.ceil(COLD_L2S * gpu.l2_bytes / problem.bytes)
-    return max(1, min(wanted, MAX_SETS, 1 + free_bytes // 2 // problem.bytes))
+    sets = math.ceil(COLD_L2S * gpu.l2_bytes / problem.bytes)
+    return max(1, min(sets, MAX_SETS, 1 + free_bytes // 2 // problem.bytes))
 
 
 def count_calls(estimate_us: float, sets: int) -> int:

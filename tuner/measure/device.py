@@ -198,7 +198,7 @@ def occupants(index: int = 0, own: frozenset[int] = frozenset()) -> list[str]:
     handle = _handle(index)
     if not handle:
         return []
-    found = []
+    texts = []
     for process in _ask("device_get_compute_running_processes_v3", handle, default=()):
         pid = int(process.pid)
         if pid == os.getpid() or pid in own:
@@ -207,8 +207,8 @@ def occupants(index: int = 0, own: frozenset[int] = frozenset()) -> list[str]:
         mebibytes = int(process.used_gpu_memory) >> 20
         # NVML reports all ones if the memory of a process is not known.
         used = f", {mebibytes} MiB" if mebibytes < 1 << 40 else ""
-        found.append(f"pid {pid} ({name}){used}")
-    return found
+        texts.append(f"pid {pid} ({name}){used}")
+    return texts
 
 
 def read_clocks(index: int = 0) -> Clocks:

@@ -111,9 +111,9 @@ class Evaluator:
                 kernels.append({})
                 log = f"{config.family} cannot express this config: {type(exc).__name__}: {exc}"
                 failures[index] = self._failed(problem, config, Status.COMPILE_ERROR, log)
-        wanted = list(dict.fromkeys(spec for named in kernels for spec in named.values()))
+        specs = list(dict.fromkeys(spec for named in kernels for spec in named.values()))
         owner = self.owner(problem)
-        futures = dict(self._compiler.submit(wanted, owner)) if wanted else {}
+        futures = dict(self._compiler.submit(specs, owner)) if specs else {}
         with self._lock:
             self._fresh |= {spec for spec, future in futures.items() if not future.done()}
         return Pending(problem, group, kernels, futures, failures)

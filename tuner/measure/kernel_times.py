@@ -40,15 +40,15 @@ def alone_us(
         stopwatch: stopwatch that times them under the whole call's regime.
     """
     parts = subject.parts()
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for name, part in parts.items() if len(parts) > 1 else ():
         burst = stopwatch.prepare(entrant(part, sets, own, scale))
         try:
             timing, _ = stopwatch.quick(burst)
         finally:
             burst.close()
-        found[name] = timing.median_us
-    return found
+        times[name] = timing.median_us
+    return times
 
 
 def described(found: Mapping[str, float], whole_us: float) -> str:
@@ -71,8 +71,8 @@ def again_text(us: float) -> str:
 
 def read_again(log: str) -> float | None:
     """Inverse of `again_text`; None for another log."""
-    said = _AGAIN.search(log)
-    return float(said[1]) if said else None
+    match = _AGAIN.search(log)
+    return float(match[1]) if match else None
 
 
 def device_us(device: Device, burst: Burst) -> float:
@@ -89,30 +89,30 @@ def device_us(device: Device, burst: Burst) -> float:
     torch = import_torch(device)
     whole = _recorded(torch, device, burst.enqueue)
     alone = _recorded(torch, device, burst.enqueue_alone)
-    found = 0.0
+    total = 0.0
     for name, (count, us) in whole.items():
-        others, _ = alone.get(name, (0, 0.0))
-        found += us * max(0, count - others) / count
-    if not found:
+        count_alone, _ = alone.get(name, (0, 0.0))
+        total += us * max(0, count - count_alone) / count
+    if not total:
         raise BenchmarkError("the profiler saw no kernel", status=Status.UNAVAILABLE)
-    return found / burst.n
+    return total / burst.n
 
 
 def _recorded(torch: Any, device: Device, work: Callable[[], None]) -> dict[str, tuple[int, float]]:
     """Count and total microseconds of each kernel that `work` launches, by name."""
     profiler = torch.profiler
     # Without `acc_events` PyTorch warns that a next cycle would lose these events.
-    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         work()
         device.wait()
     return {
         event.key: (event.count, event.self_device_time_total)
-        for event in seen.key_averages()
+        for event in profile.key_averages()
         if event.device_type == torch.autograd.DeviceType.CUDA
     }
 
 
 def read(line: str) -> dict[str, float]:
     """Inverse of `described`, to a hundredth of a microsecond; empty for another log."""
-    said = _ALONE.search(line)
-    return {name: float(us) for name, us in _ONE.findall(said[1])} if said else {}
+    match = _ALONE.search(line)
+    return {name: float(us) for name, us in _ONE.findall(match[1])} if match else {}

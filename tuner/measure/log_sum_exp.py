@@ -47,11 +47,11 @@ def tops_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[floa
 def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float]:
     """Reference log-sum-exp of a problem, in the order of its memory; arguments as of `tops_of`."""
     tops, totals = statistics[::2], statistics[1::2]
-    found = [
+    values = [
         top + math.log(total) if total else -math.inf
         for top, total in zip(tops, totals, strict=True)
     ]
-    return _ordered(problem, found)
+    return _ordered(problem, values)
 
 
 def _ordered(problem: AttentionProblem, found: list[float]) -> list[float]:

@@ -52,8 +52,8 @@ def find_ncu(given: Path | None = None) -> Path:
 
 
 def _candidates() -> Iterator[Path]:
-    if found := shutil.which("ncu"):
-        yield Path(found)
+    if path := shutil.which("ncu"):
+        yield Path(path)
     if home := os.environ.get("CUDA_HOME"):
         yield Path(home) / "bin" / "ncu"
     toolkit, packages = map(Path, _PLACES)
@@ -95,10 +95,10 @@ def profile(
         path = Path(name) / "request.json"
         path.write_text(json.dumps(nsight_child.request(problem, config, reference, kernels)))
         child = python_command("-m", nsight_child.__name__, str(path))
-        found = counted(ncu, child, regime.l2, timeout_s)
+        kernels_seen = counted(ncu, child, regime.l2, timeout_s)
         facts = {**environment.facts, "ncu": _version(ncu, Path(name))}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Profile(problem, gpu, regime, config, Environment(facts), found, now)
+    return Profile(problem, gpu, regime, config, Environment(facts), kernels_seen, now)
 
 
 def counted(
@@ -118,15 +118,15 @@ def counted(
     with tempfile.TemporaryDirectory(prefix="tuner-profile-") as name:
         folder = Path(name)
         table = folder / "counters.csv"
-        asked = [counter.metric for counter in COUNTERS]
-        ended = _run([*command(ncu, table, l2, asked), *child], folder, timeout_s)
-        said = _said(table, ended)
-        if refused := _refused(asked, said) if ended.returncode else []:
+        metrics = [counter.metric for counter in COUNTERS]
+        ended = _run([*command(ncu, table, l2, metrics), *child], folder, timeout_s)
+        text = _said(table, ended)
+        if refused := _refused(metrics, text) if ended.returncode else []:
             # Metrics that this version of ncu or this chip does not know are left out.
-            asked = [metric for metric in asked if metric not in refused]
-            ended = _run([*command(ncu, table, l2, asked), *child], folder, timeout_s)
-            said = _said(table, ended)
-        if NOT_PERMITTED in said:
+            metrics = [metric for metric in metrics if metric not in refused]
+            ended = _run([*command(ncu, table, l2, metrics), *child], folder, timeout_s)
+            text = _said(table, ended)
+        if NOT_PERMITTED in text:
             raise BenchmarkError(
                 "the driver lets only administrators read the GPU's counters "
                 f"({NOT_PERMITTED}): run as root, in a container with the capability SYS_ADMIN, "
@@ -138,8 +138,8 @@ def counted(
                 f"profiling took longer than {timeout_s:g} s (--timeout)", status=Status.TIMEOUT
             )
         if ended.returncode:
-            errors = [line for line in said.splitlines() if "==ERROR==" in line or "Error" in line]
-            last = (errors or said.strip().splitlines() or ["it said nothing"])[-1]
+            errors = [line for line in text.splitlines() if "==ERROR==" in line or "Error" in line]
+            last = (errors or text.strip().splitlines() or ["it said nothing"])[-1]
             raise BenchmarkError(f"profiling failed with code {ended.returncode}: {last.strip()}")
         return read_csv(_text(table))
 
@@ -184,5 +184,5 @@ def _text(table: Path) -> str:
 
 
 def _version(ncu: Path, folder: Path) -> str:
-    found: Any = re.search(r"Version ([\d.]+)", _run([str(ncu), "--version"], folder, 60.0).log)
-    return found[1] if found else "unknown"
+    match: Any = re.search(r"Version ([\d.]+)", _run([str(ncu), "--version"], folder, 60.0).log)
+    return match[1] if match else "unknown"

@@ -59,18 +59,18 @@ def _artifact(data: Sequence[str]) -> Artifact:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the call that the request describes."""
     (path,) = sys.argv[1:] if argv is None else argv
-    asked = json.loads(Path(path).read_text())
-    problem, config = problem_from_json(asked["problem"]), Config.from_json(asked["config"])
+    job = json.loads(Path(path).read_text())
+    problem, config = problem_from_json(job["problem"]), Config.from_json(job["config"])
     member, scale = family(config.family), scale_of(problem)
     device = Device(0)
-    gate = Gate(device, load(_artifact(asked["reference"])))
+    gate = Gate(device, load(_artifact(job["reference"])))
     gate.open(problem, seed=0)
     gate.load("random")
     subject: Subject
     if member.is_vendor:
         subject = VendorSubject(device, member, problem, config)
     else:
-        kernels = {name: load(_artifact(data)) for name, data in asked["kernels"].items()}
+        kernels = {name: load(_artifact(data)) for name, data in job["kernels"].items()}
         subject = CompiledSubject(device, member, problem, config, kernels, scale)
     with Pool(device) as pool:
         own = {

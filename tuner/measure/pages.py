@@ -84,10 +84,10 @@ def parts(problem: AttentionProblem, kind: str) -> Iterator[PagedSequence]:
     left, right = problem.visible
     for queries, keys in zip(problem.lengths_q, lengths_of(problem, kind), strict=True):
         position = keys - queries
-        one = replace(
+        dense = replace(
             problem, batch=1, seqlen_q=queries, seqlen_kv=max(1, keys), is_varlen=False,
             is_causal=False, window_left=-1, window_right=-1, page_size=0, has_sinks=False,
             layout="bshd",
         )  # fmt: skip
         sides = (left - position, right + position) if keys else (0, -queries - 1)
-        yield PagedSequence(one, keys, *sides)
+        yield PagedSequence(dense, keys, *sides)

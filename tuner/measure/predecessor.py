@@ -82,7 +82,7 @@ class ProductPredecessor(Predecessor):
 
 def largest_factor(number: int, most: int) -> int:
     """Largest divisor of a number that is at most `most`."""
-    return next(one for one in range(min(most, number), 0, -1) if number % one == 0)
+    return next(n for n in range(min(most, number), 0, -1) if number % n == 0)
 
 
 def predecessor(

@@ -120,8 +120,8 @@ class KernelCounters:
 
     def get(self, metric: str) -> float | None:
         """Value of a counter; None if it was not counted."""
-        found = self.counters.get(metric)
-        return None if found is None else found.value
+        value = self.counters.get(metric)
+        return None if value is None else value.value
 
     def shown(self, counters: Sequence[Counter]) -> list[tuple[Counter, Value]]:
         """The given counters that were counted, in order."""
@@ -249,17 +249,17 @@ def read_csv(text: str) -> tuple[KernelCounters, ...]:
         raise BenchmarkError("the profiler wrote no table of counters", status=Status.UNAVAILABLE)
     table = csv.reader(io.StringIO("\n".join(lines[start:])))
     header, units = next(table), next(table, [])
-    wanted = {counter.metric for counter in COUNTERS}
-    found = []
+    names = {counter.metric for counter in COUNTERS}
+    launches = []
     for row in table:
         if len(row) != len(header) or not row[0].isdigit():
             continue
         cells = dict(zip(header, zip(row, units, strict=True), strict=True))
-        counters = {m: v for m, v in _values(cells) if m in wanted}
-        found.append(KernelCounters(cells["Kernel Name"][0], counters))
-    if not found:
+        counters = {m: v for m, v in _values(cells) if m in names}
+        launches.append(KernelCounters(cells["Kernel Name"][0], counters))
+    if not launches:
         raise BenchmarkError("the profiler counted no launch", status=Status.UNAVAILABLE)
-    return tuple(found)
+    return tuple(launches)
 
 
 def _values(cells: Mapping[str, tuple[str, str]]) -> Iterator[tuple[str, Value]]:

@@ -142,17 +142,17 @@ class Stopwatch:
                 progress(index)
             times.append(self._time(burst.enqueue))
         round_order = RoundOrder(times, [burst.n for burst in bursts], REPLAYS_A_ROUND + 1)
-        taken = self._rounds(bursts, round_order, rounds, progress, careful)
-        if not taken.is_long and any(timing.is_noisy for timing in taken.timings):
-            taken = self._rounds(bursts, round_order, 2 * rounds, progress, careful)
+        result = self._rounds(bursts, round_order, rounds, progress, careful)
+        if not result.is_long and any(timing.is_noisy for timing in result.timings):
+            result = self._rounds(bursts, round_order, 2 * rounds, progress, careful)
         flagged = []
-        for timing in taken.timings:
+        for timing in result.timings:
             flags = (
                 *(("noisy",) if timing.is_noisy else ()),
-                *(("throttled",) if taken.is_throttled else ()),
+                *(("throttled",) if result.is_throttled else ()),
             )
             flagged.append(replace(timing, flags=flags))
-        return flagged, summarize(taken.clocks)
+        return flagged, summarize(result.clocks)
 
     def _rounds(
         self,
@@ -162,24 +162,24 @@ class Stopwatch:
         progress: Callable[[int], None],
         careful: bool,
     ) -> _Rounds:
-        taken = _Rounds([[] for _ in bursts])
+        result = _Rounds([[] for _ in bursts])
         spare = rounds
-        while not taken.is_over(rounds):
+        while not result.is_over(rounds):
             progress(-1)
             order = next(round_order.orders)
-            if taken.is_long and len(taken.clocks) >= MIN_ROUNDS:
+            if result.is_long and len(result.clocks) >= MIN_ROUNDS:
                 order = [index for index in order if index not in round_order.others]
             times, clocks = self._round(bursts, order, round_order, progress, careful)
-            taken.spent_us += self._device.elapsed_us(*self._events[:2])
+            result.spent_us += self._device.elapsed_us(*self._events[:2])
             if device_module.SLOWDOWNS.intersection(clocks.throttle):
                 if spare > 0:
                     spare -= 1
                     continue
-                taken.is_throttled = True
-            taken.clocks.append(clocks)
+                result.is_throttled = True
+            result.clocks.append(clocks)
             for index, time in times.items():
-                taken.samples[index].append(time)
-        return taken
+                result.samples[index].append(time)
+        return result
 
     def _round(
         self,
@@ -191,9 +191,9 @@ class Stopwatch:
     ) -> tuple[dict[int, float], Clocks]:
         """Run one burst after the other. Returns microseconds a call of each."""
         steps = {index: bursts[index].steps(REPLAYS_A_ROUND, self._chance) for index in order}
-        taken = iter(self._take(2 + sum(len(mine) + 1 for mine in steps.values()))[2:])
+        free = iter(self._take(2 + sum(len(mine) + 1 for mine in steps.values()))[2:])
         events = {
-            index: list(itertools.islice(taken, len(mine) + 1)) for index, mine in steps.items()
+            index: list(itertools.islice(free, len(mine) + 1)) for index, mine in steps.items()
         }
         untimed = round_order.settling(order[0])
         self._device.record(self._events[0])

@@ -108,20 +108,20 @@ class CompiledSubject(Subject):
         """Raises: BenchmarkError: when the family does not support such strides."""
         if not self._strides:
             return self._family.launches(self._problem, self._config, scale)
-        found = self._family.strided_launches(self._problem, self._config, scale, self._strides)
-        if isinstance(found, str):
-            raise BenchmarkError(found)
-        return found
+        launches = self._family.strided_launches(self._problem, self._config, scale, self._strides)
+        if isinstance(launches, str):
+            raise BenchmarkError(launches)
+        return launches
 
     def parts(self) -> dict[str, CompiledSubject]:
         """One subject for each kernel's launches, in the order of the kernels. They are timed on
         the buffers of the whole call, which must have run before.
         """
-        found = {}
+        parts = {}
         for name in self._kernels:
-            found[name] = copy.copy(self)
-            found[name]._only = name
-        return found
+            parts[name] = copy.copy(self)
+            parts[name]._only = name
+        return parts
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
         launches = self._launches(scale)
@@ -215,8 +215,8 @@ class VendorSubject(Subject):
         if here.strides == wanted.strides:
             return tensor
         empty = self._torch.empty_strided
-        made = empty(wanted.shape, wanted.strides, dtype=tensor.dtype, device=tensor.device)
-        return made.copy_(tensor)
+        copied = empty(wanted.shape, wanted.strides, dtype=tensor.dtype, device=tensor.device)
+        return copied.copy_(tensor)
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
         if scale not in self._callables:
@@ -226,13 +226,13 @@ class VendorSubject(Subject):
             self._callables[scale] = made
         function = self._callables[scale]
         inputs = [
-            self._input(buffers[one.name], one, other)
-            for one, other in zip(self._problem.inputs, self._wanted.inputs, strict=True)
+            self._input(buffers[here.name], here, other)
+            for here, other in zip(self._problem.inputs, self._wanted.inputs, strict=True)
         ]
         if isinstance(function, PreparedCall):
             function = function.prepared(*inputs)
-        outputs = [self._tensor(buffers[one.name], one) for one in self._problem.outputs]
-        size = sum(one.bytes for one in self._problem.outputs)
+        outputs = [self._tensor(buffers[o.name], o) for o in self._problem.outputs]
+        size = sum(o.bytes for o in self._problem.outputs)
         torch = self._torch
 
         def call() -> Any:
@@ -246,14 +246,14 @@ class VendorSubject(Subject):
             used = self._requested("peak") - before - size
             self.temporary_bytes = max(self.temporary_bytes, used)
             results = result if isinstance(result, tuple) else (result,)
-            came, wanted = ([tuple(t.shape) for t in ts] for ts in (results, outputs))
-            if came != wanted:
+            came, shapes = ([tuple(t.shape) for t in ts] for ts in (results, outputs))
+            if came != shapes:
                 raise BenchmarkError(
-                    f"{self._family.name} returned shapes {came}, wanted {wanted}",
+                    f"{self._family.name} returned shapes {came}, wanted {shapes}",
                     status=Status.WRONG_RESULT,
                 )
-            for output, one in zip(outputs, results, strict=True):
-                output.copy_(one)
+            for output, part in zip(outputs, results, strict=True):
+                output.copy_(part)
 
         return Bound(call_and_deliver if deliver else call, inputs[0].data_ptr())
 

@@ -273,10 +273,10 @@ class Worker:
             subject = CompiledSubject(
                 self._device, family, job.problem, config, kernels, scale, job.strides
             )
-        wanted = subject.scratch_bytes + subject.workspace_bytes
-        if job.max_workspace is not None and wanted > job.max_workspace:
+        needed = subject.scratch_bytes + subject.workspace_bytes
+        if job.max_workspace is not None and needed > job.max_workspace:
             raise BenchmarkError(
-                f"{wanted} bytes of workspace are needed, {job.max_workspace} are allowed",
+                f"{needed} bytes of workspace are needed, {job.max_workspace} are allowed",
                 status=Status.OUT_OF_MEMORY,
             )
         gate = self._opened()
@@ -402,10 +402,10 @@ class Worker:
             if verdict.status is Status.OK and isinstance(prepared.subject, CompiledSubject):
                 scale = scale_of(job.problem)
                 self._phase(prepared.index, "timing its kernels one by one")
-                found = alone_us(
+                alone = alone_us(
                     prepared.subject, rotation.sets(), prepared.buffers, scale, stopwatch
                 )
-                verdict = replace(verdict, log=described(found, timing.median_us))
+                verdict = replace(verdict, log=described(alone, timing.median_us))
             if prepared is ready[0] and verdict.status is Status.OK:
                 lines = [again_text(control.median_us), verdict.log]
                 verdict = replace(verdict, log="\n".join(filter(None, lines)))

@@ -158,16 +158,16 @@ class WorkerClient:
             BenchmarkError: when the worker does not answer.
             concurrent.futures.CancelledError: after `interrupt`.
         """
-        found: dict[str, str] = {}
+        facts: dict[str, str] = {}
         ending = None
         for event in self._events({"mode": "environment"}):
             if isinstance(event, _Ending):
                 ending = event
             elif event["event"] == "facts":
-                found = dict(event["facts"])
+                facts = dict(event["facts"])
         if ending is not None:
             raise BenchmarkError(f"the worker failed: {ending.log}", status=ending.status)
-        return found
+        return facts
 
     def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]:
         """`Family.listing` on the GPU; empty if the library or the worker fails.
@@ -182,11 +182,11 @@ class WorkerClient:
             "family": family,
             "max_workspace": max_workspace,
         }
-        found: list[Config] = []
+        configs: list[Config] = []
         for event in self._events(request):
             if not isinstance(event, _Ending) and event["event"] == "listing":
-                found = [Config.from_json(config) for config in event["configs"]]
-        return found
+                configs = [Config.from_json(config) for config in event["configs"]]
+        return configs
 
     def measure(self, ask: Ask) -> list[CandidateOutcome]:
         """Measure candidates. Returns one outcome each, in their order.
@@ -241,7 +241,7 @@ class WorkerClient:
         self, request: Mapping[str, Any], outcomes: dict[int, CandidateOutcome]
     ) -> _Ending | None:
         """Send one request. Adds finished outcomes to `outcomes`."""
-        wanted = [candidate["index"] for candidate in request["candidates"]]
+        indices = [candidate["index"] for candidate in request["candidates"]]
         for event in self._events(request):
             if isinstance(event, _Ending):
                 return event
@@ -253,12 +253,12 @@ class WorkerClient:
             elif event["event"] == "failed":
                 if event["status"] != Status.OUT_OF_MEMORY:
                     raise BenchmarkError(f"the numerics gate failed: {event['log']}")
-                for index in wanted:
+                for index in indices:
                     outcomes.setdefault(
                         index, CandidateOutcome(Status.OUT_OF_MEMORY, log=event["log"])
                     )
                 return None
-        missing = [index for index in wanted if index not in outcomes]
+        missing = [index for index in indices if index not in outcomes]
         if missing:
             self.close()
             return _Ending(Status.WORKER_DIED, "the worker gave no result", None)

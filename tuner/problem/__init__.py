@@ -130,5 +130,5 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
 @cache
 def _types(cls: type[Problem]) -> dict[str, type]:
     """JSON type of each field."""
-    known = {"int": int, "bool": bool, "float": float}
-    return {field.name: known.get(str(field.type), str) for field in fields(cls)}
+    kinds = {"int": int, "bool": bool, "float": float}
+    return {field.name: kinds.get(str(field.type), str) for field in fields(cls)}

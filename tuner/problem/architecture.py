@@ -159,7 +159,7 @@ class Model:
     @property
     def window(self) -> int:
         """Least keys that a query sees in a layer with a window; 0: no layer has one."""
-        return min((one.left + 1 for one in self.attentions if one.left >= 0), default=0)
+        return min((own.left + 1 for own in self.attentions if own.left >= 0), default=0)
 
     def linears(self, *, ranks: int = 1, fused: bool = False) -> Iterator[Linear]:
         """Linear layers of one tensor-parallel rank.
@@ -192,9 +192,9 @@ def grouped(layers: list[Linear]) -> tuple[tuple[Linear, ...], ...]:
     for members in FUSED:
         if all(name in names for name in members):
             together = tuple(names[name] for name in members)
-            if len({(one.k, one.has_bias, one.layout_b) for one in together}) == 1:
-                rest = [layer for layer in layers if layer.name not in members]
-                return together, *grouped(rest)
+            if len({(layer.k, layer.has_bias, layer.layout_b) for layer in together}) == 1:
+                others_apart = [layer for layer in layers if layer.name not in members]
+                return together, *grouped(others_apart)
     return tuple((layer,) for layer in layers)
 
 

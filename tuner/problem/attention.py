@@ -222,8 +222,8 @@ class AttentionProblem(MaskedAttention):
         if self.block_mask and (self.is_causal or self.is_windowed or self.mask_operand):
             raise ConfigError("block_mask beside another mask is not known (allowed: one of both)")
         allowed = ("variable lengths", "paged cache") if self.is_paged else ()
-        if self.dtype == E4M3 and (others := [f for f in self._features if f not in allowed]):
-            text = " or ".join(others)
+        if self.dtype == E4M3 and (absent := [f for f in self._features if f not in allowed]):
+            text = " or ".join(absent)
             raise ConfigError(f"dtype=e4m3 has no {text} (allowed: fp16 and bf16 with it)")
         if self.is_paged:
             self._check_paged()
@@ -466,8 +466,8 @@ class AttentionProblem(MaskedAttention):
         """
         if self.block_mask:
             of_batch, of_heads, *_ = self.block_shape
-            one = self.seqlen_q * self.seqlen_kv
-            return of_heads * one * (of_batch > 1), one * (of_heads > 1), self.seqlen_kv
+            row = self.seqlen_q * self.seqlen_kv
+            return of_heads * row * (of_batch > 1), row * (of_heads > 1), self.seqlen_kv
         operand = self.mask_operand
         if operand is None:
             return 0, 0, 0

@@ -90,12 +90,12 @@ class AttentionBackwardProblem(Problem):
             ConfigError: when its gradients are not supported.
         """
         shared = {f.name: getattr(forward, f.name) for f in fields(cls) if hasattr(forward, f.name)}
-        made = cls(**shared, is_deterministic=is_deterministic)
-        if made.forward != forward:
+        problem = cls(**shared, is_deterministic=is_deterministic)
+        if problem.forward != forward:
             raise ConfigError(
                 f"{forward.label()} has no gradients (allowed: masks, windows, soft caps, varlen=1)"
             )
-        return made
+        return problem
 
     def label(self) -> str:
         return self.forward.label() + (",deterministic=1" if self.is_deterministic else "")
@@ -119,7 +119,7 @@ class AttentionBackwardProblem(Problem):
     def operands(self) -> tuple[Operand, ...]:
         query, key, value, out = self.forward.matrices
         batch, heads, rows, _ = out.shape
-        starts = [one for one in self.forward.operands if one.name in STARTS]
+        starts = [o for o in self.forward.operands if o.name in STARTS]
         return (
             *(query, key, value, replace(out, is_output=False)),
             Operand("logsumexp", (batch, heads, rows), (heads * rows, rows, 1), "float32"),

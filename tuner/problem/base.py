@@ -142,8 +142,8 @@ class Problem(ABC):
             name = cls.keys[key]
             for target in name.split("+"):
                 if target in parsed:
-                    both = [k for k in values if target in cls.keys[k].split("+")]
-                    raise ConfigError(f"{' and '.join(both)} set the same (allowed: one of them)")
+                    keys = [k for k in values if target in cls.keys[k].split("+")]
+                    raise ConfigError(f"{' and '.join(keys)} set the same (allowed: one of them)")
                 parsed[target] = _convert(key, value, types[target])
         if missing := [text for key in cls.required if (text := cls._missing(key, parsed))]:
             allowed = ", ".join(cls.keys)
@@ -155,7 +155,7 @@ class Problem(ABC):
         """Every key with its meaning, unit and default, in the order of `keys`."""
         defaults = {field.name: field.default for field in fields(cls)}
         parts = {name: key for key in cls.required for name in cls.keys[key].split("+")}
-        found = []
+        texts = []
         for key, names in cls.keys.items():
             name, meaning = names.split("+")[0], cls.meanings[key]
             if key in cls.required:
@@ -164,8 +164,8 @@ class Problem(ABC):
                 default = f"in place of {parts[name]}"
             else:
                 default = meaning.default or _default_text(defaults[name])
-            found.append(DescribedKey(key, meaning.text, meaning.unit, default))
-        return found
+            texts.append(DescribedKey(key, meaning.text, meaning.unit, default))
+        return texts
 
     @classmethod
     def _missing(cls, key: str, parsed: Mapping[str, Any]) -> str:
@@ -296,22 +296,22 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
     """
     if value not in allowed:
         names = ", ".join(DTYPE_SHORT.get(name, name) for name in allowed)
-        given = DTYPE_SHORT.get(value, value)
-        raise ConfigError(f"{key}={given} is not known (allowed: {names})")
+        full = DTYPE_SHORT.get(value, value)
+        raise ConfigError(f"{key}={full} is not known (allowed: {names})")
 
 
 def doublings(one: Problem, other: Problem) -> float:
     """Distance of two problems: doublings between their sizes, plus one for every other difference.
     It is finite between different classes of an operation.
     """
-    here, there = _facts(one), _facts(other)
+    here, away = _facts(one), _facts(other)
 
     def between(a: Any, b: Any) -> float:  # None if only one of them has a feature
         if type(a) is int and type(b) is int and a and b:
             return abs(math.log2(a / b))
         return float(a != b)
 
-    return sum(between(here.get(name), there.get(name)) for name in {**here, **there})
+    return sum(between(here.get(name), away.get(name)) for name in {**here, **away})
 
 
 @lru_cache(1 << 12)

@@ -172,7 +172,7 @@ class GemmProblem(Problem):
     def activation(self) -> Activation:
         """Activation of the sum, or the empty text."""
         text = self.epilogue.removeprefix("bias").removeprefix("_")
-        return next((known for known in ACTIVATIONS if known == text), "")
+        return next((name for name in ACTIVATIONS if name == text), "")
 
     def label(self) -> str:
         text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")

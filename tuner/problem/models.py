@@ -193,7 +193,7 @@ def read(path: Path) -> Mapping[str, PublicModel]:
         raise ConfigError(f"{path.name} cannot be read: {exc}") from exc
     if not isinstance(rows, dict):
         raise ConfigError(f"{path.name} is not an object of models by name")
-    found = {}
+    models = {}
     for name, row in rows.items():
         try:
             # A row: fields of the model, and those of its stacks, which are defaults of each of
@@ -203,21 +203,21 @@ def read(path: Path) -> Mapping[str, PublicModel]:
             common = {k: v for k, v in row.items() if k not in _OF_MODEL and k != "stacks"}
             stacks = row.get("stacks", {"layers": {}})
             own = {k: _tuples(v) for k, v in row.items() if k in _OF_MODEL}
-            found[name] = PublicModel(
+            models[name] = PublicModel(
                 name=name,
                 stacks=tuple(_stack(key, {**common, **values}) for key, values in stacks.items()),
                 **own,
             )
         except (ConfigError, TypeError) as exc:
             raise ConfigError(f"{path.name}: {name}: {exc}") from exc
-    return found
+    return models
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ConfigError("a key is given twice")
-    return found
+    return unique
 
 
 _OF_MODEL = frozenset(field.name for field in fields(PublicModel)) - {"name", "stacks"}

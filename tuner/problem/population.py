@@ -138,10 +138,10 @@ class ModelCall:
     @property
     def buffers(self) -> Mapping[str, int]:
         """Elements of each buffer of `views`."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for view in self.views:
-            found[view.buffer] = max(found.get(view.buffer, 0), view.end)
-        return found
+            sizes[view.buffer] = max(sizes.get(view.buffer, 0), view.end)
+        return sizes
 
     @property
     def bytes(self) -> int:
@@ -149,8 +149,8 @@ class ModelCall:
         if not isinstance(self.problem, AttentionProblem):
             return self.problem.bytes
         width = DTYPE_BYTES[self.problem.dtype]
-        others = sum(operand.bytes for operand in self.problem.operands[3:])
-        return width * sum(self.buffers.values()) + others
+        more = sum(operand.bytes for operand in self.problem.operands[3:])
+        return width * sum(self.buffers.values()) + more
 
 
 class Chance:
@@ -242,14 +242,14 @@ def _distinct(
 ) -> list[ModelCall]:
     if count < 1 or not models:
         raise ConfigError(f"count={count} of {len(models)} models (allowed: 1 and more of both)")
-    found: dict[str, ModelCall] = {}
+    calls: dict[str, ModelCall] = {}
     for index in range(TRIES * count):
         call = drawn(Chance(seed, index), models)
         if call is not None:
-            found.setdefault(call.key, call)
-        if len(found) == count:
-            return list(found.values())
-    raise ConfigError(f"only {len(found)} distinct calls were found (wanted: {count})")
+            calls.setdefault(call.key, call)
+        if len(calls) == count:
+            return list(calls.values())
+    raise ConfigError(f"only {len(calls)} distinct calls were found (wanted: {count})")
 
 
 def _drawn(chance: Chance, models: Sequence[PublicModel]) -> ModelCall | None:
@@ -340,8 +340,8 @@ def _phase(chance: Chance, stack: Stack) -> _Phase:
 
 
 def _length(chance: Chance, high: int, name: str) -> int:
-    found = chance.size(min(MIN_TOKENS, high), high, name)
-    return found - found % 64 if chance.below(2, f"{name} rounded") and found > 64 else found
+    size = chance.size(min(MIN_TOKENS, high), high, name)
+    return size - size % 64 if chance.below(2, f"{name} rounded") and size > 64 else size
 
 
 def _batch(chance: Chance, high: int) -> int:
@@ -392,16 +392,16 @@ def _attention(
 def _laid_out(problem: AttentionProblem, views: Sequence[View]) -> AttentionProblem:
     """Problem in the first layout that matches the views, or (B, S, H, D) if none does."""
     for layout in LAYOUTS:
-        found = replace(problem, layout=layout)
-        if all(map(_lies, views, found.matrices)):
-            return found
+        laid = replace(problem, layout=layout)
+        if all(map(_lies, views, laid.matrices)):
+            return laid
     return replace(problem, layout="bshd")
 
 
 def _lies(view: View, operand: Operand) -> bool:
     """True if the strides agree along every axis of more than one element."""
     axes = zip(view.shape, view.strides, operand.strides, strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in axes)
+    return all(size == 1 or stride == step for size, stride, step in axes)
 
 
 def _views(
@@ -420,7 +420,7 @@ def _views(
             longest = -(-(longest + 1) // 1024) * 1024
     all_heads = shapes[0][1] + 2 * shapes[1][1]
     first_heads = (0, shapes[0][1], shapes[0][1] + shapes[1][1])
-    made = []
+    views = []
     for place, (name, lie) in enumerate(zip(("query", "key", "value"), lies, strict=True)):
         batch, heads, tokens = shapes[min(place, 1)]
         width, room = stack.head_dim, tokens if place == 0 else longest
@@ -435,8 +435,8 @@ def _views(
             strides = (tokens * row, width if is_joined else 3 * width, row, 1)
             offset = width * (first_heads[place] if is_joined else place)
         buffer = name if lie in (BHSD, BSHD) else "projection"
-        made.append(View(name, buffer, shape, strides, offset))
-    return tuple(made)
+        views.append(View(name, buffer, shape, strides, offset))
+    return tuple(views)
 
 
 def _product(
@@ -464,27 +464,27 @@ def linears(stack: Stack, ranks: int = 1) -> dict[str, tuple[int, int, str]]:
     Columns of the projections into a layer are shared out, and rows of those out of it. ``swiglu``
     is both up projections as one `SwigluProblem`, where that has the size; N is the output's.
     """
-    found: dict[str, tuple[int, int, str]] = {}
+    layers: dict[str, tuple[int, int, str]] = {}
     hidden, inner = stack.hidden, stack.intermediate // ranks
     heads, keys = (n * stack.head_dim // ranks for n in (stack.heads, stack.heads_kv))
     if stack.attention != "none":
         biased = "bias" if "qkv" in stack.bias else ""
         if stack.mask == "cross":
-            found |= {"query": (heads, hidden, biased), "keys": (keys, stack.context, biased)}
+            layers |= {"query": (heads, hidden, biased), "keys": (keys, stack.context, biased)}
         elif stack.has_joined_projection:
-            found["qkv"] = heads + 2 * keys, hidden, biased
+            layers["qkv"] = heads + 2 * keys, hidden, biased
         else:
-            found |= {"query": (heads, hidden, biased), "key": (keys, hidden, biased)}
-        found["out"] = hidden, heads, "bias" if "out" in stack.bias else ""
+            layers |= {"query": (heads, hidden, biased), "key": (keys, hidden, biased)}
+        layers["out"] = hidden, heads, "bias" if "out" in stack.bias else ""
     if inner:
-        found |= _feed_forward(stack, inner)
+        layers |= _feed_forward(stack, inner)
     if stack.experts:
-        found["router"] = stack.experts, hidden, "bias" if "router" in stack.bias else ""
-    found |= {name: (n, k, "") for name, (n, k) in (stack.products or {}).items()}
+        layers["router"] = stack.experts, hidden, "bias" if "router" in stack.bias else ""
+    layers |= {name: (n, k, "") for name, (n, k) in (stack.products or {}).items()}
     if stack.has_logits:
         padded = -(-stack.vocab // VOCAB_STEP) * VOCAB_STEP if ranks > 1 else stack.vocab
-        found["logits"] = padded // ranks, hidden, "bias" if "logits" in stack.bias else ""
-    return found
+        layers["logits"] = padded // ranks, hidden, "bias" if "logits" in stack.bias else ""
+    return layers
 
 
 def _feed_forward(stack: Stack, inner: int) -> Iterator[tuple[str, tuple[int, int, str]]]:

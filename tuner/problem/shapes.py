@@ -253,7 +253,7 @@ def numbers(name: str, text: str) -> list[int]:
     Raises:
         ConfigError: when it is neither.
     """
-    found: list[int] = []
+    values: list[int] = []
     for part in text.split(","):
         first, colon, last = part.partition(":")
         try:
@@ -266,9 +266,9 @@ def numbers(name: str, text: str) -> list[int]:
                 "doubles)"
             )
         while low <= high:
-            found.append(low)
+            values.append(low)
             low *= 2
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def expand(kind: type[Problem], text: str) -> list[Problem]:

@@ -61,7 +61,7 @@ def steps(
             _step(call, engines.of_calls(model, engine, [call], dtype, ops=OPS, ranks=ranks))
             for call in engines.calls(engine, batches, seqlens)
         ]
-    made = []
+    steps = []
     for is_decoding in (True, False) if model.is_causal else (False,):
         for seqlen in seqlens:
             for batch in batches:
@@ -71,8 +71,8 @@ def steps(
                 listed = shapes.problems(
                     model, [batch], [seqlen], decode=is_decoding, dtype=dtype, ops=OPS, ranks=ranks
                 )
-                made.append(_step(call, listed))
-    return made
+                steps.append(_step(call, listed))
+    return steps
 
 
 def _step(call: tuple[int, int, int], listed: shapes.Listed) -> ModelStep:

@@ -72,10 +72,10 @@ def _architecture(data: Mapping[str, Any]) -> Model:
 def _config(data: Mapping[str, Any]) -> Any:
     """The text part's configuration, as its own class completes it."""
     text = data.get("text_config")
-    for one in (data, text if isinstance(text, dict) else {}):
-        kind = one.get("model_type")
+    for row in (data, text if isinstance(text, dict) else {}):
+        kind = row.get("model_type")
         if kind in transformers.CONFIG_MAPPING:
-            values = {key: value for key, value in one.items() if key != "model_type"}
+            values = {key: value for key, value in row.items() if key != "model_type"}
             try:
                 return transformers.AutoConfig.for_model(kind, **values).get_text_config(True)
             except Exception as exc:  # checks of many authors
@@ -163,11 +163,11 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
             for name, child in children.items()
             if isinstance(child, torch.nn.Linear) and child.bias is None
         }
-        gate, up, both = (layers.get(f"{name}_proj") for name in ("gate", "up", "gate_up"))
+        gate, up, fused = (layers.get(f"{name}_proj") for name in ("gate", "up", "gate_up"))
         if gate is not None and up is not None and gate.weight.shape == up.weight.shape:
             self._gates[Linear("gate_proj", gate.out_features, gate.in_features)] = None
-        elif both is not None:
-            self._gates[Linear("gate_up_proj", both.out_features // 2, both.in_features)] = None
+        elif fused is not None:
+            self._gates[Linear("gate_up_proj", fused.out_features // 2, fused.in_features)] = None
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -179,8 +179,8 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
             self._add_linear(args[0], args[1], bias is not None, is_row=False)
         elif function is torch.addmm and id(args[2]) in self._names:
             self._add_linear(args[1], args[2], True, is_row=True)
-        elif name in _PRODUCTS and any(id(one) in self._names for one in args):
-            shapes = " by ".join(str(tuple(one.shape)) for one in args if hasattr(one, "shape"))
+        elif name in _PRODUCTS and any(id(arg) in self._names for arg in args):
+            shapes = " by ".join(str(tuple(arg.shape)) for arg in args if hasattr(arg, "shape"))
             self.leave_out(f"a product of weights that is not a linear layer: {shapes}")
         elif name == "scaled_dot_product_attention" or (name == "softmax" and args[0].dim() > 3):
             self.leave_out("attention that a layer computes by itself")
@@ -269,13 +269,13 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
         **_: Any,
     ) -> torch.Tensor:
         """A mask of the wanted shape; what it hides is noted beside it."""
-        made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
         pattern = None
         if attention_mask is None:
             with contextlib.suppress(RuntimeError):  # a mask by tensors without elements
                 pattern = pattern_of(mask_function, local_size or 0)
-        self._masks[id(made)] = made, pattern
-        return made
+        self._masks[id(mask)] = mask, pattern
+        return mask
 
     def use_experts(
         self,
@@ -312,13 +312,13 @@ def pattern_of(mask_function: Callable[..., Any], width: int) -> tuple[int, int]
     zero = torch.zeros((), dtype=torch.long, device="cpu")
     patterns = set()
     for place in (span - 1, span, span + 1, span + width // 2 + 3):
-        seen = mask_function(zero, zero, torch.tensor(place, device="cpu"), keys)
-        seen = keys[seen.expand(len(keys))]
-        if not len(seen) or len(seen) != seen[-1] - seen[0] + 1:
+        visible = mask_function(zero, zero, torch.tensor(place, device="cpu"), keys)
+        visible = keys[visible.expand(len(keys))]
+        if not len(visible) or len(visible) != visible[-1] - visible[0] + 1:
             return None
-        left, right = place - int(seen[0]), int(seen[-1]) - place
-        is_end = int(seen[-1]) == len(keys) - 1
-        patterns.add((-1 if not seen[0] else left, -1 if is_end else right))
+        left, right = place - int(visible[0]), int(visible[-1]) - place
+        is_end = int(visible[-1]) == len(keys) - 1
+        patterns.add((-1 if not visible[0] else left, -1 if is_end else right))
     return patterns.pop() if len(patterns) == 1 else None
 
 

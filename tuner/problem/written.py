@@ -123,7 +123,7 @@ def _has_silu(kind: str, values: _Values) -> bool:
 def _repeated(groups: Iterable[tuple[Linear, ...]], layers: int) -> tuple[tuple[Linear, ...], ...]:
     """Groups with the numbers of their layers: one of those of the last token, else `layers`."""
     return tuple(
-        counted({one: layers if one.is_per_token else 1 for one in group}) for group in groups
+        counted({call: layers if call.is_per_token else 1 for call in group}) for group in groups
     )
 
 

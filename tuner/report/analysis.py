@@ -75,7 +75,7 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Val
     """Parameters that differ between two configs of one family; those of a stage are
     ``stage.name``.
     """
-    found = {
+    pairs = {
         name: (one.get(name), other.get(name))
         for name in sorted({*one.params, *other.params})
         if one.get(name) != other.get(name)
@@ -83,8 +83,8 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Val
     for stage in sorted({*one.stages, *other.stages}):
         mine, theirs = (c.stages.get(stage) or Config("") for c in (one, other))
         inner = differences(mine, theirs)
-        found |= {f"{stage}.{name}": values for name, values in inner.items()}
-    return found
+        pairs |= {f"{stage}.{name}": values for name, values in inner.items()}
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def one_change(subject: ReportSubject, winner: Measurement) -> list[ParameterEff
     changes = []
     for config, measurement in quick.items():
         if config.family == winner.config.family:
-            found = differences(winner.config, config)
-            if len(found) == 1:
-                ((name, (mine, theirs)),) = found.items()
+            changed = differences(winner.config, config)
+            if len(changed) == 1:
+                ((name, (mine, theirs)),) = changed.items()
                 ratio = latency(measurement) / latency(base)
                 changes.append(ParameterEffect(name, mine, theirs, ratio, measurement))
     return sorted(changes, key=lambda change: (change.ratio, change.name))
@@ -120,13 +120,13 @@ def default_of(subject: ReportSubject, winner: Measurement) -> Measurement | Non
     """Measured candidate of the winner's family with the best cost estimate, which one would use
     without tuning, and its quick time.
     """
-    found: dict[str, tuple[float, Measurement]] = {}
+    quick: dict[str, tuple[float, Measurement]] = {}
     for m in subject.quick:
         if m.ok and m.config.family == winner.config.family:
             predicted = predicted_us(m)
             if predicted is not None:
-                found[m.config.digest] = predicted, m
-    return found[min(found, key=lambda digest: (found[digest][0], digest))][1] if found else None
+                quick[m.config.digest] = predicted, m
+    return quick[min(quick, key=lambda digest: (quick[digest][0], digest))][1] if quick else None
 
 
 def predicted_us(measurement: Measurement) -> float | None:
@@ -246,8 +246,8 @@ def heat_maps(subject: ReportSubject) -> Iterator[HeatMap]:
             if not m.is_final and not is_vendor(m.config):
                 by_family.setdefault(m.config.family, []).append(m)
         for name, measured in sorted(by_family.items()):
-            if found := _heat_map(part.problem, name, measured):
-                yield found
+            if grid := _heat_map(part.problem, name, measured):
+                yield grid
 
 
 def _heat_map(problem: Problem, name: str, measured: Sequence[Measurement]) -> HeatMap | None:
@@ -269,10 +269,10 @@ def _heat_map(problem: Problem, name: str, measured: Sequence[Measurement]) -> H
     cells = tuple(
         Cell(
             *place,
-            passed=tuple(sorted((m for m in found if m.ok), key=latency)),
-            failed=tuple(m for m in found if not m.ok),
+            passed=tuple(sorted((m for m in ms if m.ok), key=latency)),
+            failed=tuple(m for m in ms if not m.ok),
         )
-        for place, found in places.items()
+        for place, ms in places.items()
     )
     best = min(map(latency, measured))
     return HeatMap(problem, name, row, column, panel, cells, best)
@@ -287,10 +287,12 @@ def standing(subject: ReportSubject) -> list[Standing]:
     subject's regime, on its GPU. This one's numbers are the subject's own.
     """
     here = (subject.problem.op, subject.gpu.identity, subject.regime)
-    known = {
+    entries = {
         e.problem: e for e in subject.known if (e.problem.op, e.gpu.identity, e.regime) == here
     }
     if subject.has_finals:
-        known[subject.problem] = subject.entry
-    found = [found for entry in known.values() if (found := entry.standing) is not None]
-    return sorted(found, key=lambda s: (s.ratio, s.own.problem.flops, s.own.problem.key))
+        entries[subject.problem] = subject.entry
+    standings = [
+        standings for entry in entries.values() if (standings := entry.standing) is not None
+    ]
+    return sorted(standings, key=lambda s: (s.ratio, s.own.problem.flops, s.own.problem.key))

@@ -69,8 +69,8 @@ class Pair:
     @property
     def own(self) -> tuple[Measurement, Measurement] | None:
         """The best own kernels; None unless both have one."""
-        one, other = self.a.best_own, self.b.best_own
-        return None if one is None or other is None else (one, other)
+        mine, other = self.a.best_own, self.b.best_own
+        return None if mine is None or other is None else (mine, other)
 
     def ratio(self, pair: tuple[Measurement, Measurement]) -> float:
         """B's time over A's, without the drift if requested."""
@@ -180,27 +180,27 @@ def load_entries(text: str) -> list[Entry]:
     """
     path = Path(text)
     if text == SHIPPED:
-        found: Iterable[Entry] = shipped()
+        entries: Iterable[Entry] = shipped()
     elif "://" in text:
-        found = _stored(text)
+        entries = _stored(text)
     elif not path.exists():
         raise ConfigError(
             f"'{text}' does not exist (allowed: a store, an exported .json, a recording .json.gz, "
             f"a folder of recordings, '{SHIPPED}')"
         )
     elif path.is_dir():
-        found = [_recorded(source) for source in recording_archive.sources(path)]
+        entries = [_recorded(source) for source in recording_archive.sources(path)]
     elif path.name.endswith(recording.SUFFIX):
-        found = [_recorded(path)]
+        entries = [_recorded(path)]
     elif path.suffix == ".json":
         try:
             measurements, decisions = read(load(path))
         except ConfigError as exc:
             raise ConfigError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
-        found = [decision.entry(measurements.__getitem__) for decision in decisions]
+        entries = [decision.entry(measurements.__getitem__) for decision in decisions]
     else:
-        found = _stored(text)
-    measured = [e for e in found if e.provenance is Provenance.MEASURED]
+        entries = _stored(text)
+    measured = [e for e in entries if e.provenance is Provenance.MEASURED]
     if not measured:
         raise ConfigError(f"'{text}' holds nothing that was measured and decided")
     return measured
@@ -218,8 +218,8 @@ def _stored(url: str) -> list[Entry]:
 
 
 def _recorded(path: recording.Source) -> Entry:
-    found = recording.read(path)
-    finals = rank([m for m in found.measurements if m.is_final])
+    sweep = recording.read(path)
+    finals = rank([m for m in sweep.measurements if m.is_final])
     if not finals:
         raise ConfigError(f"recording {path} has no final pass: nothing was decided")
     return Entry.of(finals)
@@ -269,9 +269,9 @@ def _labels(entries: Iterable[Entry]) -> str:
 
 def _environment(pairs: Sequence[Pair]) -> dict[str, tuple[str, str]]:
     newest = (max((p.served[i] for p in pairs), key=lambda m: m.created_at) for i in (0, 1))
-    one, other = (measurement.environment.facts for measurement in newest)
+    old, other = (measurement.environment.facts for measurement in newest)
     return {
-        name: (str(one.get(name, "-")), str(other.get(name, "-")))
-        for name in sorted({*one, *other})
-        if json.dumps(one.get(name)) != json.dumps(other.get(name))
+        name: (str(old.get(name, "-")), str(other.get(name, "-")))
+        for name in sorted({*old, *other})
+        if json.dumps(old.get(name)) != json.dumps(other.get(name))
     }

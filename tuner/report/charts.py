@@ -204,11 +204,11 @@ def _rates(subject: ReportSubject) -> list[dict[str, Any]]:
     own = subject.entry.best_own
     values = []
     for config, m in {**{m.config: m for m in subject.quick if m.ok}, **final}.items():
-        found = works(m.problem, config, subject.gpu)
-        if found:
+        work = works(m.problem, config, subject.gpu)
+        if work:
             values.append(
                 {
-                    "intensity": m.problem.flops / total(found, "l2_bytes"),
+                    "intensity": m.problem.flops / total(work, "l2_bytes"),
                     "tflops": m.tflops,
                     "series": config.family,
                     "text": f"{microseconds(m.latency_us)} us, {m.tflops:.0f} TFLOP/s",
@@ -289,8 +289,8 @@ def _without_common(labels: Sequence[str]) -> tuple[list[str], str]:
     types = Counter(part for parts in split for part in parts if part.startswith("dtype="))
     if types and types.total() == len(labels):
         common += [part for part, _ in types.most_common(1) if part not in common]
-    kept = [",".join(part for part in parts if part not in common) for parts in split]
-    return kept, ",".join(common)
+    short = [",".join(part for part in parts if part not in common) for parts in split]
+    return short, ",".join(common)
 
 
 def memory(subject: ReportSubject) -> Spec:

@@ -113,11 +113,11 @@ def cost(subject: ReportSubject) -> Cost:
     every = [m for part in subject.recording.walk() for m in part.measurements]
     own = [m for m in every if not m.is_final and not is_vendor(m.config)]
     spent = [m.compile_cpu_s for m in own if m.compile_cpu_s]
-    known = families()
+    members = families()
     digests = {
-        (m.problem, known[m.config.family].compile_digest(m.config))
+        (m.problem, members[m.config.family].compile_digest(m.config))
         for m in own
-        if m.config.family in known
+        if m.config.family in members
     }
     return Cost(
         candidates=len(own),

@@ -143,13 +143,13 @@ def _claims(source: str, texts: Iterable[str]) -> tuple[Statement, ...]:
 
 
 def _changes(own: Measurement, other: Measurement) -> list[str]:
-    found = [
+    texts = [
         f"{name} {_value(mine)} instead of {_value(theirs)}"
         for name, (mine, theirs) in analysis.differences(own.config, other.config).items()
     ]
     if own.config.family != other.config.family:
         return [f"family {own.config.family} instead of {other.config.family}"]
-    return found
+    return texts
 
 
 def _value(value: Value | None) -> str:
@@ -177,9 +177,9 @@ def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[str]:
     """Waves, occupancy, bytes and instructions, where they differ."""
     texts = []
     if [w.kernel for w in mine] == [w.kernel for w in theirs]:
-        for one, other in zip(mine, theirs, strict=True):
-            texts += _placed(one, other, f" ({one.kernel})" if len(mine) > 1 else "")
-    launches = [sum(w.launches for w in found) for found in (mine, theirs)]
+        for own, other in zip(mine, theirs, strict=True):
+            texts += _placed(own, other, f" ({own.kernel})" if len(mine) > 1 else "")
+    launches = [sum(w.launches for w in side) for side in (mine, theirs)]
     if launches[0] != launches[1]:
         texts.append(f"Launches of a call: {launches[0]} against {launches[1]}.")
     quantities: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -189,10 +189,10 @@ def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[str]:
         "exponentials": ("Exponentials on the special-function units", _count),
     }
     for name, (title, text) in quantities.items():
-        here, there = total(mine, name), total(theirs, name)
-        if here != there:
-            more = f", {100 * (here / there - 1):+.0f} %" if there else ""
-            texts.append(f"{title}: {text(here)} against {text(there)}{more}.")
+        here, away = total(mine, name), total(theirs, name)
+        if here != away:
+            more = f", {100 * (here / away - 1):+.0f} %" if away else ""
+            texts.append(f"{title}: {text(here)} against {text(away)}{more}.")
     return texts or [
         "Waves, occupancy, bytes and instructions are the same for both: what differs is the "
         "order of the work."
@@ -238,8 +238,8 @@ def _single(subject: ReportSubject, own: Measurement) -> Iterator[str]:
 
 def limits(subject: ReportSubject, measurement: Measurement) -> dict[str, float]:
     """`work.floors` of a candidate at the clock of the subject's final pass."""
-    found = works(measurement.problem, measurement.config, subject.gpu)
-    return floors(measurement, subject.gpu, found, subject.clock_mhz)
+    work = works(measurement.problem, measurement.config, subject.gpu)
+    return floors(measurement, subject.gpu, work, subject.clock_mhz)
 
 
 def _limits(subject: ReportSubject, own: Measurement) -> Iterator[str]:
@@ -248,8 +248,8 @@ def _limits(subject: ReportSubject, own: Measurement) -> Iterator[str]:
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in busy.items())
     yield f"Busy at least, of the measured time, at {subject.clock_mhz} MHz: {shares}."
     if busy[unit] >= BUSY:
-        left = 100 * (1 - busy[unit])
-        yield f"Limited by: {unit}. With the same work no more than {left:.0f} % could be gained."
+        idle = 100 * (1 - busy[unit])
+        yield f"Limited by: {unit}. With the same work no more than {idle:.0f} % could be gained."
     else:
         yield (
             f"Limited by no single unit; nearest: {unit}. The rest is waiting: latency, what does "

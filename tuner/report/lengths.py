@@ -46,13 +46,13 @@ def scaling(subject: ReportSubject) -> list[Length]:
     """Fastest of each kernel for problems that differ from this one only in their sequence length;
     empty if there are fewer than `MIN_LENGTHS` of them.
     """
-    found: list[Length] = []
+    points: list[Length] = []
     for seqlen, measured in sorted(_runs(subject).items()):
         kernels: dict[str, Measurement] = {}
         for m in sorted(measured, key=latency):
             kernels.setdefault(kernel_name(m), m)
-        found += [Length(seqlen, name, is_vendor(m.config), m) for name, m in kernels.items()]
-    return found if len({length.seqlen for length in found}) >= MIN_LENGTHS else []
+        points += [Length(seqlen, name, is_vendor(m.config), m) for name, m in kernels.items()]
+    return points if len({length.seqlen for length in points}) >= MIN_LENGTHS else []
 
 
 def lengths_known(subject: ReportSubject) -> list[int]:
@@ -64,17 +64,17 @@ def _runs(subject: ReportSubject) -> dict[int, list[Measurement]]:
     """By sequence length what one interleaved run timed there: a bench's row, the earliest named
     first, for it has all lengths of one run; else the final pass of a sweep.
     """
-    found: dict[int, list[Measurement]] = {}
+    grouped: dict[int, list[Measurement]] = {}
     for entry in subject.known:
         if _is_sibling(subject, entry.problem, entry.gpu, entry.regime):
-            found[_length(entry.problem)] = list(entry.ranking)
+            grouped[_length(entry.problem)] = list(entry.ranking)
     for bench in reversed(subject.benches):
         for row in bench.rows:
             if _is_sibling(subject, row.problem, bench.gpu, row.regime):
                 passed = [m for m in row.measurements(bench) if m.ok]
                 if passed:
-                    found[_length(row.problem)] = passed
-    return found
+                    grouped[_length(row.problem)] = passed
+    return grouped
 
 
 def _length(problem: Problem) -> int:
@@ -103,7 +103,7 @@ def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
     times: dict[int, dict[str, float]] = {}
     for length in lengths:
         times.setdefault(length.seqlen, {})[length.kernel] = latency(length.measurement)
-    found = []
+    places = []
     for (short, at_short), (long, at_long) in zip(
         list(times.items())[:-1], list(times.items())[1:], strict=True
     ):
@@ -115,8 +115,8 @@ def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
             start = math.log(at_short[after] / at_short[before])
             end = math.log(at_long[after] / at_long[before])
             place = _meeting(short, long, start, end)
-        found.append((place, before, after))
-    return found
+        places.append((place, before, after))
+    return places
 
 
 def _kind(name: str) -> str:
@@ -159,11 +159,9 @@ def drawn(lengths: Sequence[Length]) -> list[str]:
     leaders = [name for name in ordered if min(losses[name]) == 0]
     theirs = _losses([length for length in lengths if length.is_vendor])
     leading_vendors = [name for name in ordered if min(theirs.get(name, [1.0])) == 0]
-    others = [name for name in ordered if name in vendors]
-    wanted = dict.fromkeys([*leaders, *best_of_kind.values(), *leading_vendors, *others, *ordered])
-    return sorted(
-        list(wanted)[:MAX_SERIES], key=lambda name: (name in vendors, ordered.index(name))
-    )
+    slower = [name for name in ordered if name in vendors]
+    names = dict.fromkeys([*leaders, *best_of_kind.values(), *leading_vendors, *slower, *ordered])
+    return sorted(list(names)[:MAX_SERIES], key=lambda name: (name in vendors, ordered.index(name)))
 
 
 def _losses(lengths: Sequence[Length]) -> dict[str, list[float]]:
@@ -181,15 +179,15 @@ def _losses(lengths: Sequence[Length]) -> dict[str, list[float]]:
 
 def _against(times: Mapping[int, float], vendors: Mapping[int, float]) -> str:
     """Ratios at the ends and the crossings in between."""
-    both = sorted({*times} & {*vendors})
-    ratios = [vendors[n] / times[n] for n in both]
+    common = sorted({*times} & {*vendors})
+    ratios = [vendors[n] / times[n] for n in common]
     ends = [
         speedup_text(ratio, f"the fastest vendor at {n}")
-        for n, ratio in ((both[0], ratios[0]), (both[-1], ratios[-1]))
+        for n, ratio in ((common[0], ratios[0]), (common[-1], ratios[-1]))
     ]
     places = [
         _meeting(short, long, math.log(at_short), math.log(at_long))
-        for (short, at_short), (long, at_long) in pairwise(zip(both, ratios, strict=True))
+        for (short, at_short), (long, at_long) in pairwise(zip(common, ratios, strict=True))
         if (at_short > 1) != (at_long > 1)
     ]
     meets = ", ".join(f"{place:.0f}" for place in places)

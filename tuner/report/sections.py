@@ -140,7 +140,7 @@ def _sections(subject: ReportSubject) -> Iterable[Section]:
 def _use(subject: ReportSubject) -> Section:
     """Commands that put the decision to use, and the kernel that then answers the call."""
     first, own = subject.entry.ranking[0], subject.entry.best_own
-    found = use(subject.problem, subject.gpu)
+    usage = use(subject.problem, subject.gpu)
     words = []
     if own is None:
         words.append(
@@ -153,11 +153,11 @@ def _use(subject: ReportSubject) -> Section:
         )
     else:
         words.append("Compile the kernel once, here or on any machine with nvcc; then call it.")
-    if not found.call:
+    if not usage.call:
         words.append(
             "`tuner` has no Python call for this problem: it is tuned as a part of others."
         )
-    return Section("use", "Use it", words, use=found)
+    return Section("use", "Use it", words, use=usage)
 
 
 def _glossary(subject: ReportSubject) -> Section:
@@ -322,7 +322,7 @@ def _space(subject: ReportSubject) -> Iterable[Section]:
             ],
             table=table,
         )
-    if found := analysis.importances(subject):
+    if shares := analysis.importances(subject):
         yield Section(
             "importance",
             "Importance of parameters",
@@ -337,14 +337,14 @@ def _space(subject: ReportSubject) -> Iterable[Section]:
                     f"{i.family}, {i.candidates} candidates",
                     charts.importance(i),
                 )
-                for i in found
+                for i in shares
             ],
         )
 
 
 def _scaling(subject: ReportSubject) -> Iterable[Section]:
-    found = scaling(subject)
-    if not found:
+    points = scaling(subject)
+    if not points:
         if isinstance(subject.problem, AttentionProblem):
             known = ", ".join(map(str, lengths_known(subject))) or "none"
             text = (
@@ -354,18 +354,18 @@ def _scaling(subject: ReportSubject) -> Iterable[Section]:
             )
             yield Section("scaling", "Sequence length", [text])
         return
-    changes = [f"{a} to {b} near {place:.0f}" for place, a, b in crossings(found)]
-    days = sorted({length.measurement.created_at[:10] for length in found})
+    changes = [f"{a} to {b} near {place:.0f}" for place, a, b in crossings(points)]
+    days = sorted({length.measurement.created_at[:10] for length in points})
     words = [
         "Problems that differ in their sequence length only; each point is the fastest of its "
         f"kernel in that problem's own interleaved run ({', '.join(filter(None, days))}).",
         f"The fastest changes: {'; '.join(changes)}."
         if changes
         else "One kernel is the fastest at every length.",
-        *(f"{kind}: {text}." for kind, text in fastest_of_kinds(found).items()),
+        *(f"{kind}: {text}." for kind, text in fastest_of_kinds(points).items()),
     ]
     table = _table(
-        found,
+        points,
         ("sequence length", lambda length: str(length.seqlen)),
         ("kernel", lambda length: length.kernel),
         ("us", lambda length: microseconds(length.measurement.latency_us)),
@@ -374,9 +374,9 @@ def _scaling(subject: ReportSubject) -> Iterable[Section]:
         ("memory", lambda length: size(length.bytes)),
         ("tokens/s/MB", lambda length: f"{length.tokens_per_s / (length.bytes / 1e6):.0f}"),
     )
-    names = drawn(found)
-    shown = [length for length in found if length.kernel in names]
-    if left_out := sorted({length.kernel for length in found} - {*names}):
+    names = drawn(points)
+    shown = [length for length in points if length.kernel in names]
+    if left_out := sorted({length.kernel for length in points} - {*names}):
         words.append(f"In the table and not drawn: {', '.join(left_out)}.")
     figures = [
         Figure("scaling", "TFLOP/s over sequence length", curves.scaling(shown)),
@@ -387,21 +387,21 @@ def _scaling(subject: ReportSubject) -> Iterable[Section]:
 
 def _standing(subject: ReportSubject) -> Iterable[Section]:
     """Every tuned problem of the operation, this one among them."""
-    found = analysis.standing(subject)
-    if len(found) < 2:
+    standings = analysis.standing(subject)
+    if len(standings) < 2:
         return
-    mean = geometric_mean(s.ratio for s in found)
-    counts = Counter(s.outcome for s in found)
+    mean = geometric_mean(s.ratio for s in standings)
+    counts = Counter(s.outcome for s in standings)
     words = [
         f"Speed of the best own kernel as a multiple of the fastest vendor's, in each problem's "
-        f"final pass, of all {len(found)} that are known for {subject.gpu.name}, "
+        f"final pass, of all {len(standings)} that are known for {subject.gpu.name}, "
         f"{subject.regime}: own kernels are ahead in {counts['ahead']}, tie in {counts['tied']} "
         f"and are behind in {counts['behind']}; geometric mean "
         f"{speedup_text(mean, 'the fastest vendor')}. The slowest stand first. A label leaves out "
         "what the axis names, unless it differs there.",
     ]
     table = _table(
-        found,
+        standings,
         ("problem", lambda s: s.own.problem.label()),
         ("best own", lambda s: short_name(s.own)),
         ("us", lambda s: microseconds(s.own.latency_us)),
@@ -410,7 +410,7 @@ def _standing(subject: ReportSubject) -> Iterable[Section]:
         ("own speed", lambda s: s.text),
     )
     figure = Figure(
-        "standing", "Own speed against the fastest vendor", charts.standing(found, subject)
+        "standing", "Own speed against the fastest vendor", charts.standing(standings, subject)
     )
     yield Section("standing", "All tuned problems", words, [figure], table)
 

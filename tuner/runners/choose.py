@@ -167,10 +167,10 @@ class Runners:
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:
         label = f"{problem.label()} on {DEFAULT_GPU.name}"
-        found = recording_archive.find(problem, DEFAULT_GPU, Regime.preferred(regime))
-        if found is not None:
-            self._note(f"replaying the recorded sweep of {label}, {found.regime}")
-            return ReplayRunner(found)
+        sweep = recording_archive.find(problem, DEFAULT_GPU, Regime.preferred(regime))
+        if sweep is not None:
+            self._note(f"replaying the recorded sweep of {label}, {sweep.regime}")
+            return ReplayRunner(sweep)
         self._note(
             f"no recording of {label}, {regime}: ranking by predicted time, nothing is compiled"
         )

@@ -17,12 +17,12 @@ def parse_devices(text: str) -> tuple[int, ...] | None:
     """
     if text == "all":
         return None
-    found = tuple(int(part) for part in text.split(",") if part.strip().isdecimal())
-    if len(found) != text.count(",") + 1 or len(set(found)) != len(found):
+    numbers = tuple(int(part) for part in text.split(",") if part.strip().isdecimal())
+    if len(numbers) != text.count(",") + 1 or len(set(numbers)) != len(numbers):
         raise ConfigError(
             f"device={text} is out of range (allowed: 0 or more, several as in 0,1, or all)"
         )
-    return found
+    return numbers
 
 
 def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tuple[int, ...]:

@@ -67,10 +67,10 @@ class LocalRunner:
         pool: WorkerPool | None = None,
         facts: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        found = gpu or device.detect(device_index)
-        if found is None:
+        model = gpu or device.detect(device_index)
+        if model is None:
             raise BenchmarkError(f"CUDA device {device_index} was not found")
-        self.gpu = found
+        self.gpu = model
         self.regime = regime
         self._index, self._compiler, self._facts = device_index, compiler, facts
         self._max_workspace = max_workspace
@@ -86,7 +86,7 @@ class LocalRunner:
         self.compiles = compiler.jobs
         self.capacity = max(compiler.batch * compiler.jobs, 2 * len(self._pool))
         self._evaluator = Evaluator(
-            found, regime, compiler, members, lambda: self.environment, max_workspace
+            model, regime, compiler, members, lambda: self.environment, max_workspace
         )
         self._lock = threading.Lock()
         self._open: list[Pending] = []
@@ -102,8 +102,8 @@ class LocalRunner:
     def environment(self) -> Environment:
         """Facts of this machine, the compiler and the vendors' libraries; starts a worker."""
         tools = self._compiler.toolchain
-        known = device.environment(self._index).facts if self._facts is None else self._facts
-        facts = dict(known)
+        own = device.environment(self._index).facts if self._facts is None else self._facts
+        facts = dict(own)
         facts |= environment_facts(tools)
         if self.gpu.compute_capability != HOPPER and tools.triton_version:
             # Where its kernels compete. Hopper's times have nothing of it.
@@ -155,25 +155,25 @@ class LocalRunner:
 
     def under_way(self, problem: Problem) -> list[Building]:
         underway = self._compiler.underway()
-        found = []
+        groups = []
         for pending in [*self._open]:
             if pending.problem == problem and not pending.is_ready:
                 begun = [underway[f] for f in pending.futures.values() if f in underway]
-                elapsed_s = max((one.elapsed_s for one in begun), default=None)
-                kernels = max((one.kernels for one in begun), default=1)
-                found.append(Building(pending.group[0], elapsed_s, kernels))
-        return found
+                elapsed_s = max((b.elapsed_s for b in begun), default=None)
+                kernels = max((b.kernels for b in begun), default=1)
+                groups.append(Building(pending.group[0], elapsed_s, kernels))
+        return groups
 
     def abandon(self, problem: Problem) -> None:
         with self._lock:
-            kept = []
+            others_open = []
             for pending in self._open:
                 timing = self._timed_as.get(pending)
                 if pending.problem != problem or (timing is not None and not timing.cancel()):
-                    kept.append(pending)
+                    others_open.append(pending)
                 else:
                     self._timed_as.pop(pending, None)
-            self._open = kept
+            self._open = others_open
         self._compiler.release(self._evaluator.owner(problem))
 
     def collect(self, timeout_s: float | None = None) -> list[Measurement]:

@@ -145,7 +145,7 @@ class Cluster:
             except self._ray.exceptions.RayError as exc:
                 reason = reason_of(exc)
                 continue
-            hashes = {found.sha256 for found in built if isinstance(found, Built)}
+            hashes = {unit.sha256 for unit in built if isinstance(unit, Built)}
             wrong = [text for sha256 in hashes if (text := arrived(sha256, parcel))]
             if not wrong:
                 for sha256 in hashes:
@@ -161,14 +161,14 @@ class Cluster:
         nodes = _alive(self._ray)
         place = self._place
         total = int(sum(node["Resources"]["GPU"] for node in nodes if self._measures(node)))
-        for wanted, found, labels in (
+        for least, nodes_there, labels in (
             ("a GPU", total, place.gpu_labels),
             ("a CPU", any(map(self._compiles, nodes)), place.compile_labels),
         ):
-            if not found:
+            if not nodes_there:
                 asked = "".join(f" and label {name}={text}" for name, text in labels.items())
                 raise ConfigError(
-                    f"no node of the Ray cluster has {wanted}{asked} (it has: {_described(nodes)})"
+                    f"no node of the Ray cluster has {least}{asked} (it has: {_described(nodes)})"
                 )
         free = int(self._ray.available_resources().get("GPU", 0))
         count = min(total, free, place.gpus or total)

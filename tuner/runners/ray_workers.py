@@ -106,9 +106,9 @@ class RemoteWorker:
                 raise CancelledError
             if actor is None:
                 raise WorkerLostError(self.reason or "the actor is gone")
-            wanted = {a.sha256: self._parcels.of(a) for a in artifacts_of(ask).values()}
+            parcels = {a.sha256: self._parcels.of(a) for a in artifacts_of(ask).values()}
             try:
-                reply = self._ray.get(actor.measure.remote(ask, wanted))
+                reply = self._ray.get(actor.measure.remote(ask, parcels))
             except self._ray.exceptions.RayError as exc:
                 self._lose(reason_of(exc))
                 if self._is_interrupted:

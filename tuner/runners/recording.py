@@ -84,15 +84,15 @@ class Recording:
 
     def kernels(self) -> int:
         """Distinct compiled kernels that were measured, stages' included."""
-        known = families()
-        found = {
+        members = families()
+        distinct = {
             spec
             for part in self.walk()
             for m in part.measurements
-            if m.config.family in known
-            for spec in known[m.config.family].kernels(part.problem, m.config).values()
+            if m.config.family in members
+            for spec in members[m.config.family].kernels(part.problem, m.config).values()
         }
-        return len(found)
+        return len(distinct)
 
 
 def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Recording:
@@ -104,8 +104,8 @@ def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Re
     Raises:
         NoValidConfigError: when nothing was measured.
     """
-    wanted = listed(regimes)
-    for regime in wanted:
+    choices = listed(regimes)
+    for regime in choices:
         measured = store.measurements(
             problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED
         )
@@ -116,7 +116,7 @@ def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Re
             finals = entries[0].ranking if entries else ()
             return _from_store(store, problem, (finals or measured)[-1], finals)
     raise NoValidConfigError(
-        f"nothing was measured for {problem.label()} on {gpu.name}, {wanted[0]}: `tuner sweep` "
+        f"nothing was measured for {problem.label()} on {gpu.name}, {choices[0]}: `tuner sweep` "
         "measures it"
     )
 
@@ -273,9 +273,9 @@ def _decode_configs(tables: Sequence[Mapping[str, Any]]) -> list[Config]:
             if any(not 0 <= position < len(configs) for position in stages.values()):
                 raise ConfigError("a composite config names a stage that is not before it")
             params = {name: value for name, value in values.items() if value is not None}
-            chosen = {name: configs[position].to_json() for name, position in stages.items()}
+            named = {name: configs[position].to_json() for name, position in stages.items()}
             configs.append(
-                Config.from_json({"family": table["family"], "params": params, "stages": chosen})
+                Config.from_json({"family": table["family"], "params": params, "stages": named})
             )
     return configs
 

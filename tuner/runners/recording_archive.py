@@ -84,7 +84,7 @@ def find(
     keys, document = regime_keys(regimes), problem.to_json()
     names = {_unnumbered(file_name(problem, gpu, regime)) for regime in listed(regimes)}
     by_regime: dict[str, Recording] = {}
-    for source in (one for place in where or [folder()] for one in sources(place, problem.op)):
+    for source in (file for place in where or [folder()] for file in sources(place, problem.op)):
         if isinstance(source, zipfile.Path) and _unnumbered(source.name) not in names:
             continue
         header = read_document(source)
@@ -131,7 +131,7 @@ def pack(place: Path) -> dict[Path, int]:
             raise ConfigError(f"recording {path} is not named {expected}: rename it first")
     counts: dict[Path, int] = {}
     for op in sorted({path.name.partition("-")[0] for path in singles}):
-        members = [one for one in sources(place, op) if one.name.startswith(f"{op}-")]
+        members = [file for file in sources(place, op) if file.name.startswith(f"{op}-")]
         counts[_write_archive(place / f"{op}{ARCHIVE_SUFFIX}", members)] = len(members)
     for path in singles:
         path.unlink()

@@ -43,8 +43,8 @@ class ReplayRunner(OfflineRunner):
         """
         recorded = self._configs.get((problem.key, family.name), [])
         members = set(recorded)
-        kept = [] if family.is_listed else [config for config in space if config in members]
-        return kept or [c for c in recorded if family.accepts(problem, c, self.gpu)]
+        legal = [] if family.is_listed else [config for config in space if config in members]
+        return legal or [c for c in recorded if family.accepts(problem, c, self.gpu)]
 
     def _answer(self, problem: Problem, config: Config) -> Measurement:
         """What was recorded; another candidate does not exist."""

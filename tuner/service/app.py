@@ -73,10 +73,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 async def _knows_its_query(request: Request) -> None:
     """Refuses parameters that the route does not name: a misspelt filter would not filter."""
-    known = [field.alias for field in request.scope["route"].dependant.query_params]
-    if unknown := [name for name in request.query_params if name not in known]:
+    names = [field.alias for field in request.scope["route"].dependant.query_params]
+    if unknown := [name for name in request.query_params if name not in names]:
         raise ConfigError(
-            f"unknown query parameter {unknown[0][:40]!a} (allowed: {', '.join(known)})"
+            f"unknown query parameter {unknown[0][:40]!a} (allowed: {', '.join(names)})"
         )
 
 
@@ -180,10 +180,10 @@ def _add_configs(app: FastAPI, served: ServedDecisions, metrics: Metrics) -> Non
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
     ) -> Response:
-        found = served.table.matching(
+        rows = served.table.matching(
             op=op, shape=shape, gpu=gpu, regime=regime, l2=l2, provenance=provenance
         )
-        return Json(entries_json(found[offset : offset + limit], total=len(found)))
+        return Json(entries_json(rows[offset : offset + limit], total=len(rows)))
 
     @app.post(
         "/v1/configs:lookup",
@@ -271,9 +271,9 @@ def _add_views_of_jobs(app: FastAPI, store: Store) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
     ) -> Json:
-        found = store.jobs.all()
-        some = [job.to_json() for job in found[offset : offset + limit]]
-        return Json({"total": len(found), "jobs": some})
+        every = store.jobs.all()
+        some = [job.to_json() for job in every[offset : offset + limit]]
+        return Json({"total": len(every), "jobs": some})
 
     @app.get(
         "/v1/jobs/{id}",

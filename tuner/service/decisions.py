@@ -81,13 +81,13 @@ class DecisionTable:
         Raises:
             ConfigError: when the question is not valid; names the allowed values.
         """
-        found = self.answers.get(question)
-        if found is None:
-            found = self._find(question)
+        cached = self.answers.get(question)
+        if cached is None:
+            cached = self._find(question)
             if len(self.answers) >= _MAX_ANSWERS:
                 self.answers.clear()
-            self.answers[question] = found
-        return found
+            self.answers[question] = cached
+        return cached
 
     def _find(self, question: Question) -> bytes:
         problem = PROBLEMS[question.op].parse(question.shape)
@@ -120,12 +120,12 @@ class DecisionTable:
             ConfigError: when the shape or the GPU is wrong.
         """
         problem = PROBLEMS[op or "attention"].parse(shape) if shape is not None else None
-        wanted = find_gpu(gpu, self.gpus) if gpu is not None else None
+        model = find_gpu(gpu, self.gpus) if gpu is not None else None
         launch = launch_named(regime) if regime else None
         return [
             entry
             for entry in self.entries
-            if entry.matches(op=op, problem=problem, gpu=wanted)
+            if entry.matches(op=op, problem=problem, gpu=model)
             and launch in (None, entry.regime.launch)
             and l2 in (None, entry.regime.l2)
             and provenance in (None, str(entry.provenance))

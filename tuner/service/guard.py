@@ -113,13 +113,13 @@ class Guard:
         if authorization is None and looks and self._sessions.is_open(headers.get(b"cookie", b"")):
             return
         writes = not looks and path != LOOKUP_PATH
-        scheme, _, given = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not self._tokens.allows(given.strip(), writes=False):
+        scheme, _, word = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not self._tokens.allows(word.strip(), writes=False):
             if looks and is_for_people(path, headers.get(b"accept", b"")):
                 raise Refused(303, "log in first", (("location", _login_for(scope)),))
             challenge = (("www-authenticate", "Bearer"),)
             raise Refused(401, "a bearer token is needed", challenge)
-        if not self._tokens.allows(given.strip(), writes=writes):
+        if not self._tokens.allows(word.strip(), writes=writes):
             raise Refused(403, "this token may only read")
 
 
@@ -153,8 +153,8 @@ def is_for_people(path: str, accept: bytes) -> bool:
 def _login_for(scope: Scope) -> str:
     """The login page, which leads back to the requested page."""
     query = scope.get("query_string", b"").decode("latin-1")
-    wanted = quote(scope["path"]) + (f"?{query}" if query else "")
-    return f"{LOGIN_PATH}?{urlencode({'next': wanted})}"
+    place = quote(scope["path"]) + (f"?{query}" if query else "")
+    return f"{LOGIN_PATH}?{urlencode({'next': place})}"
 
 
 async def _read_body(path: str, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
@@ -199,12 +199,12 @@ def _is_utf8(body: bytearray) -> bool:
 
 
 async def _discard(receive: Receive) -> None:
-    left = DISCARDED_BYTES
+    room = DISCARDED_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
-            while left > 0:
+            while room > 0:
                 message = await receive()
-                left -= len(message.get("body", b""))
+                room -= len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return
 

@@ -72,14 +72,14 @@ class Sessions:
 
     def begin(self, token: str) -> str | None:
         """Begin a session if the token is one of the two; None otherwise."""
-        given = token.encode(errors="replace")
-        if not (self and self._tokens.allows(given, writes=False)):
+        data = token.encode(errors="replace")
+        if not (self and self._tokens.allows(data, writes=False)):
             return None
         now = self._clock()
-        for known, expires in list(self._expiries.items()):
+        for id_hash, expires in list(self._expiries.items()):
             if expires > now and len(self._expiries) < MAX_SESSIONS:
                 break
-            del self._expiries[known]
+            del self._expiries[id_hash]
         session = secrets.token_urlsafe(24)
         self._expiries[_hash(session)] = now + LIFETIME_S
         return session

@@ -115,11 +115,11 @@ def _set_aside(store: Path) -> Path | None:
     """Rename a store and the files beside it. Returns the new name; None if there is no store."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     aside = store.with_name(f"{store.name}.replaced-{now}")
-    found = False
+    is_there = False
     # The log is renamed first: a store without its log is only older, a log without its store is
     # lost.
     for end in (*COMPANIONS, ""):
         with contextlib.suppress(FileNotFoundError):
             Path(f"{store}{end}").rename(f"{aside}{end}")
-            found = True
-    return aside if found else None
+            is_there = True
+    return aside if is_there else None

@@ -44,8 +44,8 @@ def copy(source: Store, target: Store, progress: Progress) -> dict[str, int]:
         StoreError: when the target has other contents, or differs afterwards.
     """
     with source.transaction(write=False) as reading:
-        with target.transaction(write=False) as there:
-            is_done = _check(reading, there, source, target)
+        with target.transaction(write=False) as to:
+            is_done = _check(reading, to, source, target)
         if not is_done:
             for table in _GROWING:
                 _copy_growing(reading, target, table, progress)
@@ -55,9 +55,9 @@ def copy(source: Store, target: Store, progress: Progress) -> dict[str, int]:
                     count = _count(writing, table)
                     progress(table.name, count, count)
                 _set_sequences(writing)
-        with target.transaction(write=False) as there:
+        with target.transaction(write=False) as to:
             for table in (*_GROWING, *_OTHERS):
-                if _fingerprint(reading, table) != _fingerprint(there, table):
+                if _fingerprint(reading, table) != _fingerprint(to, table):
                     raise StoreError(
                         f"table {table.name} of {target.where} differs from that of "
                         f"{source.where} after copying: something else writes to one of them"
@@ -89,8 +89,8 @@ def _copy_growing(
     reading: sa.Connection, target: Store, table: sa.Table, progress: Progress
 ) -> None:
     total = _count(reading, table)
-    with target.transaction(write=False) as there:
-        last, done = _last_id(there, table), _count(there, table)
+    with target.transaction(write=False) as to:
+        last, done = _last_id(to, table), _count(to, table)
     progress(table.name, done, total)
     while True:
         query = sa.select(table).where(table.c.id > last).order_by(table.c.id).limit(CHUNK)

@@ -231,8 +231,8 @@ class Entry:
         the fastest vendor first.
         """
         own = self.best_own
-        found = {name: own.speedup(m) for name, m in self.vendors.items()} if own else {}
-        fastest_first = sorted((ratio, name) for name, ratio in found.items() if ratio is not None)
+        ratios = {name: own.speedup(m) for name, m in self.vendors.items()} if own else {}
+        fastest_first = sorted((ratio, name) for name, ratio in ratios.items() if ratio is not None)
         return {name: ratio for ratio, name in fastest_first}
 
     @property
@@ -263,9 +263,9 @@ def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
     ``vendor_over_own`` is the ratio that all commands show (`Entry.speedups`). Its inverse
     ``own_over_vendor`` is kept for programs that read it.
     """
-    found = entry.speedups if entry else {}
-    inverse = {name: 1 / ratio for name, ratio in found.items()}
-    return {"vendor_over_own": found, "own_over_vendor": inverse}
+    ratios = entry.speedups if entry else {}
+    inverse = {name: 1 / ratio for name, ratio in ratios.items()}
+    return {"vendor_over_own": ratios, "own_over_vendor": inverse}
 
 
 def is_vendor(config: Config) -> bool:

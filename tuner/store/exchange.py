@@ -103,7 +103,7 @@ def write(measured: Mapping[int, Measurement], decisions: Sequence[Decision]) ->
     """
     order = sorted(measured, key=lambda id: _order(measured[id]))
     row = {id: number for number, id in enumerate(order)}
-    entries = sorted((d.renumbered(row) for d in decisions), key=lambda one: one.ranking)
+    entries = sorted((d.renumbered(row) for d in decisions), key=lambda d: d.ranking)
     rows = [_row(measured[id]) for id in order]
     return {
         "format": FORMAT,
@@ -116,10 +116,10 @@ def write(measured: Mapping[int, Measurement], decisions: Sequence[Decision]) ->
 
 def _numbered(rows: Sequence[dict[str, Any]], field: str) -> list[Any]:
     """The distinct values of a field, whose numbers take their place in the rows."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for row in rows:
-        row[field] = found.setdefault(_text(row[field]), len(found))
-    return [json.loads(text) for text in found]
+        row[field] = numbers.setdefault(_text(row[field]), len(numbers))
+    return [json.loads(text) for text in numbers]
 
 
 def _text(value: Any) -> str:
@@ -140,9 +140,9 @@ def _order(measurement: Measurement) -> tuple[Any, ...]:
     digest.
     """
     m = measurement
-    asked = (m.problem.op, m.problem.key, m.gpu.identity, m.regime.key, m.provenance.value)
+    place = (m.problem.op, m.problem.key, m.gpu.identity, m.regime.key, m.provenance.value)
     time = math.inf if m.latency_us is None else m.latency_us
-    return *asked, not m.is_final, time, digest_of(m)
+    return *place, not m.is_final, time, digest_of(m)
 
 
 def _row(measurement: Measurement) -> dict[str, Any]:
@@ -202,12 +202,12 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"the key '{repeated}' is given twice in one object")
-    return found
+    return unique
 
 
 def load(path: Path) -> Any:
@@ -295,8 +295,8 @@ def read(
     for number, row in enumerate(document["entries"]):
         reasons = list(_schema_faults("entry", row))
         if newer is not None and not reasons:
-            if left := [unknown[n] for n in Decision(**row).numbers if n in unknown]:
-                newer.append(left[0])
+            if absent := [unknown[n] for n in Decision(**row).numbers if n in unknown]:
+                newer.append(absent[0])
                 continue
         reasons = reasons or _entry_faults(row, measured)
         faults += [f"entries[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
@@ -330,14 +330,14 @@ def whole(row: Any, tables: Mapping[str, Sequence[Any]]) -> Any:
     """
     if not isinstance(row, Mapping):
         return row
-    found = dict(row)
+    full = dict(row)
     for name, table in tables.items():
         number = row.get(name)
         if isinstance(number, int) and not isinstance(number, bool):
             if not 0 <= number < len(table):
                 raise ConfigError(f"{name}: number {number} is missing")
-            found[name] = table[number]
-    return found
+            full[name] = table[number]
+    return full
 
 
 def _measurement(
@@ -403,18 +403,18 @@ def _entry_faults(row: Mapping[str, Any], measured: Sequence[Measurement | None]
 
 
 def _repeated(decisions: Sequence[Decision], measured: Sequence[Measurement | None]) -> list[str]:
-    seen: set[tuple[Any, ...]] = set()
+    keys: set[tuple[Any, ...]] = set()
     faults = []
     for decision in decisions:
         m = measured[decision.ranking[0]]
         if m is None:
             continue
         of = (m.problem, m.gpu.identity, m.regime, m.provenance)
-        if of in seen:
+        if of in keys:
             faults.append(
                 f"entries: {m.problem.label()} on {m.gpu.name} ({m.regime}) is decided twice"
             )
-        seen.add(of)
+        keys.add(of)
     return faults
 
 

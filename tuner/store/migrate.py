@@ -33,11 +33,11 @@ def revision(connection: sa.Connection, where: str) -> str | None:
         version: str | None = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
         return version
     # A server's schema may be shared with other programs, a file may not.
-    taken = tables if connection.dialect.name == "sqlite" else set(tables) & set(metadata.tables)
-    if taken:
+    names = tables if connection.dialect.name == "sqlite" else set(tables) & set(metadata.tables)
+    if names:
         raise StoreError(
             f"store {where} is the database of another program (its tables: "
-            f"{', '.join(sorted(taken)[:4])}); name another file"
+            f"{', '.join(sorted(names)[:4])}); name another file"
         )
     return None
 

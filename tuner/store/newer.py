@@ -24,13 +24,13 @@ def readable(where: str, rows: Iterable[_Row], make: Callable[[_Row], _Made]) ->
         rows: stored rows.
         make: makes one; it raises `NewerRowError`.
     """
-    made = []
+    rows_read = []
     for row in rows:
         try:
-            made.append(make(row))
+            rows_read.append(make(row))
         except NewerRowError as exc:
             say_left_out(where, str(exc))
-    return made
+    return rows_read
 
 
 @lru_cache(256)

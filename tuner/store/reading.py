@@ -25,12 +25,12 @@ wait longer than this."""
 
 def sqlite_file(url: str) -> Path | None:
     """File of an SQLite URL or of a plain path; None for other databases and for memory."""
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, path = url.partition("://")
     if not separator:
         return settings.expanded(url, "store")
     if scheme.partition("+")[0] != "sqlite":
         return None
-    name = rest.removeprefix("/").partition("?")[0]
+    name = path.removeprefix("/").partition("?")[0]
     return Path(name) if name and name != ":memory:" else None
 
 

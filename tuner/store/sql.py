@@ -115,8 +115,8 @@ class Store:
                     yield connection
                 # Afterwards: the lost file has taken the rows, and gives all of them back.
                 if self._rescue is not None and self._rescue.file.is_lost:
-                    kept = self._rescue.keep(partial(self._content, connection), anew=write)
-                    raise store_lost(self.where, kept)
+                    saved = self._rescue.keep(partial(self._content, connection), anew=write)
+                    raise store_lost(self.where, saved)
         except TunerError:
             raise
         except DBAPIError as exc:
@@ -224,8 +224,8 @@ class Store:
 
     def best(self, problem: Problem, gpu: Gpu, regime: Regime) -> Entry | None:
         """Decision of a problem: the measured entry, else the replayed, else the predicted one."""
-        found = self.entries(problem=problem, gpu=gpu, regime=regime)
-        return found[0] if found else None
+        entries = self.entries(problem=problem, gpu=gpu, regime=regime)
+        return entries[0] if entries else None
 
     def entries(
         self,
@@ -436,14 +436,14 @@ class Store:
             provenance: only of this provenance.
             trials: True for every measurement, not only those that decisions rank.
         """
-        chosen = run.matching(run.DECISIONS, _W.c.gpu, _W, problem, gpu, regime, provenance)
+        query = run.matching(run.DECISIONS, _W.c.gpu, _W, problem, gpu, regime, provenance)
         rows = run.matching(run.MEASUREMENTS, _G.c.identity, _M, problem, gpu, regime, provenance)
         if op is not None:
-            chosen, rows = chosen.where(_P.c.op == op), rows.where(_P.c.op == op)
+            query, rows = query.where(_P.c.op == op), rows.where(_P.c.op == op)
         if not trials:
             rows = rows.where(_M.c.id.in_(sa.select(_R.c.measurement_id)))
         with self.transaction(write=False) as connection:
-            return self._export(connection, rows, chosen)
+            return self._export(connection, rows, query)
 
     def _export(
         self, connection: sa.Connection, rows: sa.Select[Any], chosen: sa.Select[Any]

@@ -168,10 +168,10 @@ class Jobs:
         if not id:  # every id begins with nothing
             raise ConfigError("the job's id is empty: give at least its first digit")
         with self._transaction(write=False) as connection:
-            found = self._records(connection, _J.c.id.startswith(id, autoescape=True))
-        if len(found) > 1:
-            raise ConfigError(f"job {id} names {len(found)} jobs: give more of its digits")
-        return found[0] if found else None
+            jobs = self._records(connection, _J.c.id.startswith(id, autoescape=True))
+        if len(jobs) > 1:
+            raise ConfigError(f"job {id} names {len(jobs)} jobs: give more of its digits")
+        return jobs[0] if jobs else None
 
     def tasks(self, job: str, *, state: str | None = None) -> list[Task]:
         """Tasks of a job, of one state or all, in the order of submission."""
@@ -425,8 +425,8 @@ class Jobs:
         with decoding(self._where):
             for row in rows:
                 for column in table.c:
-                    value, wanted = row[column.name], column.type.python_type
-                    if not isinstance(value, wanted) and (value is not None or not column.nullable):
+                    value, kind = row[column.name], column.type.python_type
+                    if not isinstance(value, kind) and (value is not None or not column.nullable):
                         raise TypeError(f"{table.name}.{column.name}={value!r}")
         return rows
 

@@ -201,14 +201,14 @@ def insert(
     """
     rows = [to_row(m) for m in measured]
     digests = [row_digest(row) for row in rows]
-    known: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for start in range(0, len(digests), _PARAMETERS):
         some = digests[start : start + _PARAMETERS]
-        known.update((digest, id) for digest, id in connection.execute(_KNOWN, {"digests": some}))
+        ids.update((digest, id) for digest, id in connection.execute(_KNOWN, {"digests": some}))
     references: dict[tuple[str, str, str], dict[str, int]] = {}
     new: dict[str, dict[str, Any]] = {}
     for m, row, digest in zip(measured, rows, digests, strict=True):
-        if digest in known or digest in new:
+        if digest in ids or digest in new:
             continue
         latency = m.latency_us
         if (m.status is Status.OK) != (latency is not None):
@@ -230,9 +230,9 @@ def insert(
     added = _insert_all(connection, new)
     done = []
     for digest in digests:
-        id, is_new = added[digest] if digest in added else (known[digest], False)
+        id, is_new = added[digest] if digest in added else (ids[digest], False)
         added.pop(digest, None)
-        known[digest] = id  # of equal ones only the first is new
+        ids[digest] = id  # of equal ones only the first is new
         done.append((id, is_new))
     return done
 
@@ -249,9 +249,9 @@ def _insert_all(
         rows = connection.execute(statement, list(new.values())).all()
         done = {digest: (id, True) for digest, id in rows}
     # What another writer stored meanwhile; everything where the database cannot tell.
-    left = {digest: row for digest, row in new.items() if digest not in done}
+    rest_rows = {digest: row for digest, row in new.items() if digest not in done}
     return done | {
-        digest: ensure(connection, _M, {"digest": digest}, row) for digest, row in left.items()
+        digest: ensure(connection, _M, {"digest": digest}, row) for digest, row in rest_rows.items()
     }
 
 
@@ -273,8 +273,8 @@ def _references(
 ) -> dict[str, int]:
     """The columns by which a measurement refers to them; those that are new are stored."""
     facts, digest = canonical(vars(gpu)), environment.digest
-    asked = {"problem": problem.key, "gpu": facts, "environment": digest}
-    ids: Sequence[int] = connection.execute(_REFERENCES, asked).one()
+    facts_of = {"problem": problem.key, "gpu": facts, "environment": digest}
+    ids: Sequence[int] = connection.execute(_REFERENCES, facts_of).one()
     if None in ids:
         facts = canonical(dict(environment.facts))
         ids = (
@@ -405,14 +405,14 @@ def adopt_all(
     ids = [id for id, _ in stored]
     added = sum(is_new for _, is_new in stored)
     done = {"added": 0, "known": 0, "replaced": 0}
-    kept, winners = [], []
+    labels, winners = [], []
     for decision in decisions:
         first = measured[decision.ranking[0]]
         outcome, winner = adopt(
             connection, decision.renumbered(ids), first, origin if follows else None
         )
         if outcome == "kept":
-            kept.append(f"{first.problem.label()} on {first.gpu.name} ({first.regime})")
+            labels.append(f"{first.problem.label()} on {first.gpu.name} ({first.regime})")
         else:
             done[outcome] += 1
             winners.append(winner)
@@ -422,7 +422,7 @@ def adopt_all(
         entries_added=done["added"],
         entries_known=done["known"],
         entries_replaced=done["replaced"],
-        entries_kept=tuple(kept),
+        entries_kept=tuple(labels),
     )
     return report, winners
 

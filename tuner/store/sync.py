@@ -129,10 +129,10 @@ class _Budget:
         Raises:
             StoreError: when it has passed.
         """
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
             raise StoreError(f"it did not come within {self._seconds:g} s")
-        return left
+        return seconds
 
     def spend(self, size: int) -> None:
         """Note bytes that came.

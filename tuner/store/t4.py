@@ -48,7 +48,7 @@ def results(measurements: Iterable[Measurement]) -> dict[str, Any]:
         ConfigError: when they are of several, which the message counts.
     """
     every = sorted(measurements, key=lambda m: (m.is_final, m.created_at))
-    latest = {one.config.digest: one for one in every}
+    latest = {m.config.digest: m for m in every}
     for name, values in {
         "problems (choose by --shape)": {m.problem.key for m in every},
         "GPUs (choose by --gpu)": {m.gpu.identity for m in every},

@@ -86,7 +86,7 @@ class Trusted:
         start, end = head + len(MEASURED), text.rindex(BETWEEN.encode())
         breaks = re.compile(COMMA.encode()).finditer(text, start, end)
         self._text = text
-        self._starts = [start, *(one.end() for one in breaks), end + len(COMMA)]
+        self._starts = [start, *(m.end() for m in breaks), end + len(COMMA)]
         tables = json.loads(text[:head] + END.encode())
         self._tables = {field: tables[table] for table, field in TABLES.items()}
         self._gpus = [Gpu(**gpu) for gpu in tables["gpus"]]
@@ -113,13 +113,13 @@ class Trusted:
         """Text of a measurement's problem, number of its GPU, and regime."""
         row = self._line(number)
         try:
-            problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
-            gpu, rest = rest.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
+            problem, more = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
+            gpu, more = more.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
         except (ValueError, IndexError):  # another order of fields than `Measurement.to_json`'s
             row = json.loads(self._line(number))
             problem, gpu = (json.dumps(row[name]).encode() for name in ("problem", "gpu"))
             return problem, gpu, str(row["regime"]).encode()
-        return problem, gpu, rest[: rest.index(b'"')]
+        return problem, gpu, more[: more.index(b'"')]
 
     def row(self, number: int) -> dict[str, Any]:
         """A measurement with its GPU and environment."""

@@ -89,20 +89,20 @@ def wanted(
         sweep = Sweep(problem, regime, _Absent(gpu, regime), store, options, catalogue=catalogue)
         plans.append(_Plan(problem, sweep.competition.plain_search()))
         note(f"the spaces of {len(plans)} of {len(every)} problems")
-    found: list[Wanted] = []
+    sets: list[Wanted] = []
     while True:
         serving: dict[str, list[tuple[_Plan, str, str]]] = {}
         worth: dict[str, float] = {}
         for plan in plans:
-            note(f"sets of kernels chosen for {len(every)} problems: {len(found)}")
+            note(f"sets of kernels chosen for {len(every)} problems: {len(sets)}")
             for (name, key), gain in plan.worths().items() if plan.wants < each else ():
                 label = plan.label(name, key)
                 serving.setdefault(label, []).append((plan, name, key))
                 worth[label] = worth.get(label, 0.0) + gain
         best = max(worth, key=lambda label: (worth[label], label), default=None)
         if best is None or worth[best] < MIN_GAIN:
-            return found
-        found.append(_take(serving[best], worth[best]))
+            return sets
+        sets.append(_take(serving[best], worth[best]))
 
 
 def _take(places: Sequence[tuple[_Plan, str, str]], worth: float) -> Wanted:

@@ -78,10 +78,10 @@ class Budget:
             times_us: microseconds of the finalists' calls.
             rounds: rounds of the pass.
         """
-        each = list(times_us)
-        round_s = round_seconds(each)
+        times = list(times_us)
+        round_s = round_seconds(times)
         longest = max(1e-6 * PASS_LIMIT_US, MIN_ROUNDS * round_s)
-        checks_s = self.pass_s + len(each) * CHECK_S  # a pass computes its references once
+        checks_s = self.pass_s + len(times) * CHECK_S  # a pass computes its references once
         return OPENING_S + checks_s + min(rounds * round_s, longest)
 
     def search_deadline(self, times_us: Iterable[float], rounds: int) -> float | None:

@@ -75,16 +75,16 @@ class Competition:
         self.standing: Callable[[], Config | None] = lambda: None
         """Best own config of the current decision, which is searched whatever the spaces hold."""
         # Own families as requested, and vendors'. Only vendors' if only those are named.
-        known = self._catalogue(self.problem.op)
-        check_families(self.options.families, self.problem.op, known)
+        every = self._catalogue(self.problem.op)
+        check_families(self.options.families, self.problem.op, every)
         named = set(self.options.families)
-        own = [f for f in known.values() if not f.is_vendor and (not named or f.name in named)]
-        vendors = [f for f in known.values() if f.is_vendor]
+        own = [f for f in every.values() if not f.is_vendor and (not named or f.name in named)]
+        vendors = [f for f in every.values() if f.is_vendor]
         if named and not own:
             vendors = [f for f in vendors if f.name in named]
         serving = self._serving(own, self.problem)
-        kept = serving if named else self._within_cutoff(without_fallbacks(serving))
-        self.own, self.vendors = kept, self._serving(vendors, self.problem)
+        rivals = serving if named else self._within_cutoff(without_fallbacks(serving))
+        self.own, self.vendors = rivals, self._serving(vendors, self.problem)
 
     def plain_search(self) -> Search:
         """Search of the own families that are not composites, which wait for their stages. It has
@@ -100,8 +100,8 @@ class Competition:
         is_usual = options.trials is None and options.time_limit_s is None
         if self.runner.provenance is not Provenance.MEASURED or self.sampler != "model":
             return ""
-        found = expected(self.problem.op, options.effort, cores) if is_usual else None
-        return f"{self.problem.label()}: {found.text(cores)}" if found else ""
+        usual = expected(self.problem.op, options.effort, cores) if is_usual else None
+        return f"{self.problem.label()}: {usual.text(cores)}" if usual else ""
 
     # What competes
 
@@ -121,7 +121,7 @@ class Competition:
         return [f for f, estimate in zip(families, estimates, strict=True) if estimate <= limit]
 
     def _serving(self, families: Sequence[Family], problem: Problem) -> list[Family]:
-        found = []
+        members = []
         for family in families:
             reason = family.supports(problem, self.runner.gpu)
             if not reason and self.runner.provenance is Provenance.MEASURED:
@@ -130,8 +130,8 @@ class Competition:
                 stage = "" if problem == self.problem else f" for the stage {problem.op}"
                 self._note(f"{family.name} does not compete{stage}: {reason}")
             else:
-                found.append(family)
-        return found
+                members.append(family)
+        return members
 
     def stage_families(self, sub: Problem) -> list[Family]:
         own = [f for f in self._catalogue(sub.op).values() if not f.is_vendor]
@@ -158,12 +158,12 @@ class Competition:
         whose kernels were there before do not count, unless the user limits the trials.
         """
         members = self._competing(self.problem, families)
-        each = self.effort.trials.get(self.problem.op, DEFAULT_TRIALS)
-        total = self.options.trials or each * len(members)
+        most = self.effort.trials.get(self.problem.op, DEFAULT_TRIALS)
+        total = self.options.trials or most * len(members)
         search = self._start(self.problem, members, total, self.effort.min_gain)
         if self.options.trials is None and self.runner.provenance is Provenance.MEASURED:
-            known = sum(member.uncompiled for member in members)
-            search.total += max(0, known - PORTFOLIO_FIRST)
+            ready = sum(member.uncompiled for member in members)
+            search.total += max(0, ready - PORTFOLIO_FIRST)
         return search
 
     def stage_search(self, sub: Problem, families: Sequence[Family] | None = None) -> Search:
@@ -250,17 +250,17 @@ class Competition:
         if self.runner.provenance is not Provenance.MEASURED:
             return []
         problem, gpu = self.problem, self.runner.gpu
-        known = {family.compile_digest(config) for config in space}
-        found: dict[str, Config] = {}
+        digests = {family.compile_digest(config) for config in space}
+        groups: dict[str, Config] = {}
         for config in promising(problem, gpu):
             if config.family == family.name and family.accepts(problem, config, gpu):
-                found.setdefault(family.compile_digest(config), config)
-        new = [config for key, config in found.items() if key not in known]
+                groups.setdefault(family.compile_digest(config), config)
+        new = [config for key, config in groups.items() if key not in digests]
         beyond = list(self.runner.compiled(problem, family, new)[:PORTFOLIO_FIRST])
         standing = self.standing()
         if standing is not None and standing.family == family.name:
-            known |= {family.compile_digest(config) for config in beyond}
-            if family.compile_digest(standing) not in known:
+            digests |= {family.compile_digest(config) for config in beyond}
+            if family.compile_digest(standing) not in digests:
                 beyond.append(standing)
         return beyond
 
@@ -296,16 +296,16 @@ class Competition:
         """Compiled configs of `wanted`, and the first `PORTFOLIO_FIRST` compiled ones of the
         shape's portfolio.
         """
-        found: dict[str, Config] = {}
+        configs: dict[str, Config] = {}
         for config in (*wanted, *promising(self.problem, self.runner.gpu)):
             member = self.members.get((self.problem.key, config.family))
             family = self.family(config.family)
-            if member is None or family is None or len(found) == PORTFOLIO_FIRST:
+            if member is None or family is None or len(configs) == PORTFOLIO_FIRST:
                 continue
             key = family.compile_digest(config)
             if key in member.open and self.runner.compiled(self.problem, family, [config]):
-                found.setdefault(key, config)
-        return list(found.values())
+                configs.setdefault(key, config)
+        return list(configs.values())
 
     def compiled(self) -> set[Place]:
         """Groups of the started searches whose kernels are compiled. None where only such groups
@@ -315,14 +315,14 @@ class Competition:
         is_measured = runner.provenance is Provenance.MEASURED
         if not is_measured or options.compiled_only or options.trials is not None:
             return set()
-        found: set[Place] = set()
+        places: set[Place] = set()
         for (problem, _), member in self.members.items():
             family = member.family
             if problem == self.problem.key and not family.is_vendor:
                 firsts = [group[0] for group in member.groups.values()]
                 built = runner.compiled(self.problem, family, firsts)
-                found |= {(family.name, family.compile_digest(config)) for config in built}
-        return found
+                places |= {(family.name, family.compile_digest(config)) for config in built}
+        return places
 
     def kernel(self, config: Config) -> str:
         return self.members[self.problem.key, config.family].family.compile_digest(config)
@@ -333,8 +333,8 @@ class Competition:
 
     def why_nothing(self, notes: Sequence[str]) -> str:
         """Reason why no candidate passed."""
-        seen = self.seen()
-        if not seen:
+        tried = self.seen()
+        if not tried:
             reasons = "; ".join(notes) or "the search had no candidate"
             return f"no candidate for {self.problem.label()}: {reasons}"
-        return f"no candidate for {self.problem.label()} passed: {summary(seen)}"
+        return f"no candidate for {self.problem.label()} passed: {summary(tried)}"

@@ -361,9 +361,9 @@ class Pulse:
         now = time.monotonic()
         if progress == self._told and now - self._written < self._lease_s / 4:
             return self._jobs.is_held(self._lease)
-        held = self._jobs.extend(self._lease, progress, self._lease_s)
+        is_held = self._jobs.extend(self._lease, progress, self._lease_s)
         self._told, self._written = progress, now
-        return held
+        return is_held
 
 
 class _Leases:
@@ -469,10 +469,10 @@ class _Leases:
         if pulse is None:
             return True  # it was released at this moment
         try:
-            held = pulse.beat(progress)
+            is_held = pulse.beat(progress)
         except StoreError:
             return pulse.may_hold  # the store may recover before the lease expires
-        return held or lease not in self._progress
+        return is_held or lease not in self._progress
 
 
 class _Reporter(Watcher):

@@ -86,16 +86,16 @@ class FinalPass:
             BenchmarkError: when the pass was abandoned, except to be repeated as a brief one.
         """
         interrupted, problem = self.interruption.requested, self.competition.problem
-        chosen, rounds = self._chosen(brief=interrupted)
-        if not chosen:
+        entrants, rounds = self._chosen(brief=interrupted)
+        if not entrants:
             if interrupted:
                 return []
             raise NoValidConfigError(self.competition.why_nothing(notes))
-        self.show(len(chosen))
+        self.show(len(entrants))
         with self.budget.part("final pass"):
-            finals = self._retime([*(m.config for m in chosen), *self._standing()], rounds)
+            finals = self._retime([*(m.config for m in entrants), *self._standing()], rounds)
         timed = {m.config for m in finals}
-        self.unranked = [m for m in chosen if m.config not in timed]
+        self.unranked = [m for m in entrants if m.config not in timed]
         if not finals:
             left_s = self.budget.left_s()
             if left_s is not None and left_s <= 0:
@@ -107,14 +107,14 @@ class FinalPass:
                 )
             # The first Ctrl-C came during the pass, or a job abandoned a brief one after it.
             return self.rank(notes, again=interrupted)
-        seen = {m.config: m for m in chosen}
+        quick = {m.config: m for m in entrants}
         # Quick times, which a replay may return, are already stored.
-        finals = [m if m.is_final else seen.get(m.config, m) for m in finals]
+        finals = [m if m.is_final else quick.get(m.config, m) for m in finals]
         ranked = ranking.rank([m for m in finals if self.competition.fits(m)])
         self.write(lambda: self.store.add([m for m in finals if not m.ok]))
         if not ranked:
             raise NoValidConfigError(
-                f"none of the {len(chosen)} finalists for {self.competition.problem.label()} "
+                f"none of the {len(entrants)} finalists for {self.competition.problem.label()} "
                 f"passed again: {summary(finals)}"
             )
         return ranked
@@ -127,17 +127,17 @@ class FinalPass:
         usual = [(effort.finalists, near, effort.rounds), (effort.finalists, 0, effort.rounds)]
         left_s = self.budget.left_s()
         for count, most_near, rounds in usual if not brief else ():
-            chosen = self._fitting(count, most_near)
-            if left_s is None or left_s >= self.budget.final_s(_times(chosen), rounds):
-                return chosen, rounds
-        chosen = self._fitting(BRIEF_FINALISTS, 0)
-        return chosen, brief_rounds(_times(chosen))
+            entrants = self._fitting(count, most_near)
+            if left_s is None or left_s >= self.budget.final_s(_times(entrants), rounds):
+                return entrants, rounds
+        entrants = self._fitting(BRIEF_FINALISTS, 0)
+        return entrants, brief_rounds(_times(entrants))
 
     def _fitting(self, count: int, near: int) -> list[Measurement]:
         """Finalists whose workspace is small enough."""
-        seen = self.competition.seen(self.competition.problem)
-        chosen = ranking.finalists(seen, count, self.competition.kernel, near)
-        return [m for m in chosen if self.competition.fits(m)]
+        tried = self.competition.seen(self.competition.problem)
+        best = ranking.finalists(tried, count, self.competition.kernel, near)
+        return [m for m in best if self.competition.fits(m)]
 
     def _best_so_far(self) -> list[Measurement]:
         label, limit = self.competition.problem.label(), self.budget.limit_s
@@ -146,8 +146,8 @@ class FinalPass:
             text = f"the final pass of {label} did not fit into {limit:g} s: the best so far stands"
             self.note(text)
             return self.provided
-        seen = self.competition.seen(self.competition.problem)
-        checked = [m for m in seen if m.ok and not m.is_final and self.competition.fits(m)]
+        tried = self.competition.seen(self.competition.problem)
+        checked = [m for m in tried if m.ok and not m.is_final and self.competition.fits(m)]
         self.note(
             f"no final pass of {label} did fit into {limit:g} s: checked candidates are ranked by "
             "their quick times, and no decision is stored"
@@ -284,8 +284,8 @@ class FinalPass:
             problem=problem, gpu=self._gpu, regime=regime, provenance=provenance
         )
         if not entries and provenance is Provenance.MEASURED:
-            found = (one.entry for one in shipped_index().get((problem, regime), ()))
-            entries = [entry for entry in found if entry.gpu == self._gpu]
+            shipped_ones = (row.entry for row in shipped_index().get((problem, regime), ()))
+            entries = [entry for entry in shipped_ones if entry.gpu == self._gpu]
         return entries[0] if entries else None
 
     def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:

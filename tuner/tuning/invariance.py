@@ -73,16 +73,16 @@ class BitChecker:
             line = json.dumps({"error": str(exc)})
         finally:
             timer.cancel()
-        found: dict[str, Any] = json.loads(line or '{"error": "no answer"}')
-        if "error" in found:
+        answer: dict[str, Any] = json.loads(line or '{"error": "no answer"}')
+        if "error" in answer:
             self.end()
-            raise WorkerLostError(str(found["error"]))
-        return found
+            raise WorkerLostError(str(answer["error"]))
+        return answer
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
-            known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            visible = known[self._device] if known[0] else str(self._device)
+            devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            visible = devices[self._device] if devices[0] else str(self._device)
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -144,26 +144,26 @@ def compare_rows(
         ConfigError: when the list cannot be read.
         StoreError: when it cannot be written.
     """
-    known, progress = read(path), InvarianceProgress()
+    kernel_list, progress = read(path), InvarianceProgress()
     for target in targets:
         if is_over():
             break
-        kernels = {name: known.find(spec) for name, spec in target.kernels.items()}
+        kernels = {name: kernel_list.find(spec) for name, spec in target.kernels.items()}
         artifacts = {name: one.artifact for name, one in kernels.items() if one and one.proof}
         if len(artifacts) < len(kernels):
             progress.skipped += 1
             continue
         reason = ""
         try:
-            found = checker.ask(target, artifacts)
+            rows = checker.ask(target, artifacts)
         except WorkerLostError as exc:
-            reason, found = f"not compared: {exc}", {}
-        if not reason and not found.get("views"):
+            reason, rows = f"not compared: {exc}", {}
+        if not reason and not rows.get("views"):
             progress.skipped += 1
             continue
         progress.kernels += 1
-        progress.rows += found.get("compared", 0) + found.get("crossed", 0)
-        reason = reason or _reason(found)
+        progress.rows += rows.get("compared", 0) + rows.get("crossed", 0)
+        reason = reason or _reason(rows)
         if reason:
             progress.variant.append(f"{target.label()}: {reason}")
         _note(path, set(artifacts.values()), reason)
@@ -188,10 +188,10 @@ def _note(path: Path, artifacts: set[str], reason: str) -> None:
         return
     update(
         path,
-        lambda one: replace(
-            one,
+        lambda k: replace(
+            k,
             variant={
-                **{key: text for key, text in one.variant.items() if key not in artifacts},
+                **{key: text for key, text in k.variant.items() if key not in artifacts},
                 **(dict.fromkeys(artifacts, reason) if reason else {}),
             },
         ),

@@ -72,14 +72,14 @@ class JobOptions:
         """Completed sweep of a problem with equal settings in this environment, if any."""
         if not self.skip_tuned:
             return None
-        found = store.find_sweep(
+        sweep = store.find_sweep(
             problem,
             runner.gpu,
             runner.regime,
             runner.environment.digest,
             self.sweep.digest(runner.provenance),
         )
-        return found if found is not None and found.state == "done" else None
+        return sweep if sweep is not None and sweep.state == "done" else None
 
     def to_json(self) -> dict[str, Any]:
         """JSON of names and numbers."""
@@ -95,10 +95,10 @@ class JobOptions:
         """
         own = {name: data[name] for name in ("launch", "l2", "skip_tuned") if name in data}
         # "widen" is an option of earlier versions.
-        rest = {name: data[name] for name in data if name not in own and name != "widen"}
-        rest["families"] = tuple(rest.get("families", ()))
+        more = {name: data[name] for name in data if name not in own and name != "widen"}
+        more["families"] = tuple(more.get("families", ()))
         try:
-            return cls(SweepOptions(**rest), **own)
+            return cls(SweepOptions(**more), **own)
         except TypeError as exc:
             raise ConfigError(f"options of a job: {exc}") from exc
 
@@ -358,8 +358,8 @@ def parse_problem(entry: Any, op: str = DEFAULT_OP, *, to_sweep: bool = False) -
         named = [part.removeprefix("op=") for part in parts if part.startswith("op=")]
         if len(named) > 1:
             raise ConfigError("key 'op' is given twice")
-        rest = ",".join(part for part in parts if not part.startswith("op="))
-        problem = _problem_class(named[0] if named else op).parse(rest)
+        shape = ",".join(part for part in parts if not part.startswith("op="))
+        problem = _problem_class(named[0] if named else op).parse(shape)
         keys = {part.partition("=")[0].strip() for part in parts}
         return _with_exact_sums(problem, keys) if to_sweep else problem
     if isinstance(entry, dict):
@@ -407,9 +407,9 @@ def _load(path: Path, text: str) -> Any:
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in unique:
             raise ConfigError(f"key '{key}' is given twice")
-        found[key] = value
-    return found
+        unique[key] = value
+    return unique

@@ -93,7 +93,7 @@ class ProofProgress:
 
 def _stack_fault(artifacts: Iterable[Artifact]) -> str:
     """Fault of a kernel that keeps its accumulators in local memory; empty for others."""
-    used = max((one.resources.stack_bytes for one in artifacts if one.resources), default=0)
+    used = max((a.resources.stack_bytes for a in artifacts if a.resources), default=0)
     if used <= MAX_STACK_BYTES:
         return ""
     return f"{used} bytes of local memory a thread (at most {MAX_STACK_BYTES})"
@@ -110,29 +110,29 @@ def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Proof
     Raises:
         ConfigError: when the list cannot be read, or the gate's kernels are not built.
     """
-    known = read(path)
-    gate = known.find(REFERENCE)
-    reference = None if gate is None else artifact_of(known, gate)
+    kernel_list = read(path)
+    gate = kernel_list.find(REFERENCE)
+    reference = None if gate is None else artifact_of(kernel_list, gate)
     if reference is None:
         raise ConfigError(f"{path}: the numerics gate's kernels are not built ({BUILD})")
     waiting, missing, proven, carried = [], 0, 0, 0
     failed: list[str] = []
     for target in targets:
-        kernels = [known.find(spec) for spec in target.kernels.values()]
-        found = [None if one is None else artifact_of(known, one) for one in kernels]
-        if any(artifact is None for artifact in found):
+        kernels = [kernel_list.find(spec) for spec in target.kernels.values()]
+        artifacts = [None if k is None else artifact_of(kernel_list, k) for k in kernels]
+        if any(artifact is None for artifact in artifacts):
             missing += 1
             continue
-        built = [one for one in kernels if one is not None]
-        if not again and (fault := next((one.fault for one in built if one.fault), "")):
+        built = [k for k in kernels if k is not None]
+        if not again and (fault := next((k.fault for k in built if k.fault), "")):
             failed.append(f"{target.label()}: {fault}")
-        elif not again and all(one.proof is not None for one in built):
+        elif not again and all(k.proof is not None for k in built):
             proven += 1
-            carried += any(one.proof is not None and one.proof.carried for one in built)
+            carried += any(k.proof is not None and k.proof.carried for k in built)
         else:
-            named = zip(target.kernels, found, strict=True)
-            waiting.append((target, {name: one for name, one in named if one is not None}))
-    return ProofPlan(path, known, reference, waiting, missing, proven, carried, failed)
+            named = zip(target.kernels, artifacts, strict=True)
+            waiting.append((target, {name: k for name, k in named if k is not None}))
+    return ProofPlan(path, kernel_list, reference, waiting, missing, proven, carried, failed)
 
 
 @dataclass
@@ -158,7 +158,7 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
         ConfigError: when the list cannot be read.
         StoreError: when it cannot be written.
     """
-    found, carried = CarriedProofs(), dict[str, Kernel]()
+    counts, carried = CarriedProofs(), dict[str, Kernel]()
     proofs = EarlierProofs(earlier)
     for kernel in read(path).kernels.values():
         if kernel.is_judged or kernel.spec == REFERENCE.key:
@@ -167,18 +167,18 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
         if (same := proofs.find(kernel.spec, kernel.artifact, code)) is not None:
             carried[kernel.spec] = replace(kernel, proof=same, code=code)
         elif code:
-            found.other_code += 1
+            counts.other_code += 1
         else:
-            found.unknown += 1
+            counts.unknown += 1
 
     def change(known: KernelList) -> KernelList:
-        named = known.with_kernels(replace(one, proof=None) for one in carried.values())
+        named = known.with_kernels(replace(k, proof=None) for k in carried.values())
         is_free = {spec: not named.kernels[spec].is_judged for spec in carried}
-        found.carried = sum(is_free.values())
-        return named.with_kernels(one for spec, one in carried.items() if is_free[spec])
+        counts.carried = sum(is_free.values())
+        return named.with_kernels(k for spec, k in carried.items() if is_free[spec])
 
     update(path, change)
-    return found
+    return counts
 
 
 class EarlierProofs:
@@ -197,19 +197,18 @@ class EarlierProofs:
     def has(self, spec: str) -> bool:
         """True where an earlier kernel of the spec has a proof of known machine code."""
         return any(
-            one.proof is not None and bool(_checked_code(one))
-            for one in self._kernels.get(spec, ())
+            k.proof is not None and bool(_checked_code(k)) for k in self._kernels.get(spec, ())
         )
 
     def find(self, spec: str, artifact: str, code: str) -> Proof | None:
         """Proof for an artifact of a spec and machine code; None if it failed or is unknown."""
         earlier = self._kernels.get(spec, ())
-        if not code or any(one.fault and one.artifact == artifact for one in earlier):
+        if not code or any(k.fault and k.artifact == artifact for k in earlier):
             return None
-        alike = [one for one in earlier if one.proof is not None and _checked_code(one) == code]
+        alike = [k for k in earlier if k.proof is not None and _checked_code(k) == code]
         if not alike:
             return None
-        kernel = next((one for one in alike if one.artifact == artifact), alike[0])
+        kernel = next((k for k in alike if k.artifact == artifact), alike[0])
         assert kernel.proof is not None
         if kernel.artifact == artifact:
             return kernel.proof
@@ -250,15 +249,15 @@ def adopt(
         ConfigError: when the list cannot be read.
         StoreError: when it cannot be written.
     """
-    verdicts = [one for one in judged if one.is_judged]
+    verdicts = [k for k in judged if k.is_judged]
     before = read(path)
-    after = update(path, lambda known: known.with_verdicts(verdicts, faults))
-    changed = [one for spec, one in after.kernels.items() if one != before.kernels.get(spec)]
-    here = {one.artifact for one in before.kernels.values()}
+    after = update(path, lambda ks: ks.with_verdicts(verdicts, faults))
+    changed = [k for spec, k in after.kernels.items() if k != before.kernels.get(spec)]
+    here = {k.artifact for k in before.kernels.values()}
     return AdoptedVerdicts(
-        proofs=sum(one.proof is not None for one in changed),
-        faults=sum(bool(one.fault) for one in changed),
-        unknown=len({one.artifact for one in verdicts} - here),
+        proofs=sum(k.proof is not None for k in changed),
+        faults=sum(bool(k.fault) for k in changed),
+        unknown=len({k.artifact for k in verdicts} - here),
     )
 
 
@@ -292,15 +291,13 @@ def export(folder: Path, known: KernelList, specs: Collection[str]) -> list[Expo
         path: KernelList.read(path).kernels
         for path in sorted(folder.glob(f"*-nvcc-{known.nvcc}.json"))
     }
-    kept = [one for kernels in before.values() for one in kernels.values()]
-    built = [one for one in known.kernels.values() if one.is_current]
+    former = [k for kernels in before.values() for k in kernels.values()]
+    built = [k for k in known.kernels.values() if k.is_current]
     after: dict[Path, dict[str, Kernel]] = {path: {} for path in before}
     proven = {
-        one.spec: (replace(one, source=""), one.proof.gpu)
-        for one in [*kept, *built]
-        if one.proof is not None
-        and one.spec in specs
-        and known.faults.keys().isdisjoint(one.identities)
+        k.spec: (replace(k, source=""), k.proof.gpu)
+        for k in [*former, *built]
+        if k.proof is not None and k.spec in specs and known.faults.keys().isdisjoint(k.identities)
     }
     for spec, (kernel, gpu) in proven.items():
         model = "-".join(gpu.lower().split()[:2])
@@ -309,7 +306,7 @@ def export(folder: Path, known: KernelList, specs: Collection[str]) -> list[Expo
     for path, kernels in after.items():
         old = before.get(path, {})
         replace(known, kernels=kernels, faults={}).write(path)
-        added = sum(old.get(spec) != one for spec, one in kernels.items())
+        added = sum(old.get(spec) != k for spec, k in kernels.items())
         written.append(ExportedProofs(path, len(kernels), added, len(old.keys() - kernels)))
     return written
 
@@ -486,4 +483,4 @@ class Prover:
                 code=artifacts[name].code,
             )
             judged.append(kernel)
-        update(todo.path, lambda known: known.with_kernels(judged))
+        update(todo.path, lambda ks: ks.with_kernels(judged))

@@ -112,9 +112,9 @@ def candidates(entry: Entry, gpu: Gpu, beside: Sequence[Entry] = (), more: int =
     """
     stored = [m.config for m in entry.ranked if _fits(m)]
     likely = islice(portfolio.promising(entry.problem, gpu), PROMISING)
-    others = (m.config for one in beside for m in one.ranked if _fits(m))
-    found = list(dict.fromkeys([*stored, *likely, *others]))
-    return [*found, *islice(_estimated(entry.problem, gpu, found), more)]
+    beside_them = (m.config for e in beside for m in e.ranked if _fits(m))
+    configs = list(dict.fromkeys([*stored, *likely, *beside_them]))
+    return [*configs, *islice(_estimated(entry.problem, gpu, configs), more)]
 
 
 def _estimated(problem: Problem, gpu: Gpu, known: Sequence[Config]) -> Iterator[Config]:
@@ -159,7 +159,7 @@ def recompiled(entry: Entry, cached: Callable[[KernelSpec], Artifact | None]) ->
         entry: a decision.
         cached: the compiled kernel of a spec, None where there is none.
     """
-    found: dict[str, None] = {}
+    specs: dict[str, None] = {}
     for m in entry.ranked:
         if not _fits(m):
             continue
@@ -167,13 +167,13 @@ def recompiled(entry: Entry, cached: Callable[[KernelSpec], Artifact | None]) ->
             timed, built = m.resources.get(name), cached(spec)
             now = built.resources if built else None
             if timed and now and timed.code and now.code and timed.code != now.code:
-                found[m.config.digest] = None
-    return list(found)
+                specs[m.config.digest] = None
+    return list(specs)
 
 
 def _vendors(problem: Problem, runner: Runner) -> list[Config]:
     """Every vendor's kernel. From a library's list, the fastest of a quick pass."""
-    found: list[Config] = []
+    vendors: list[Config] = []
     for member in families_of(problem.op).values():
         if not member.is_vendor or member.supports(problem, runner.gpu) or member.lacks():
             continue
@@ -184,8 +184,8 @@ def _vendors(problem: Problem, runner: Runner) -> list[Config]:
             runner.submit(problem, space)
             passed = ranking.finalists(runner.collect(), 0, lambda config: config.digest)
             space = [m.config for m in passed]
-        found += space
-    return found
+        vendors += space
+    return vendors
 
 
 def _time(

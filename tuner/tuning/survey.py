@@ -93,7 +93,7 @@ class Sample:
             for name, value in params.items():
                 if all(config.get(name) == value for config in group):
                     counts.setdefault(name, Counter())[value] += 1
-        kinds = sorted(name for name, seen in counts.items() if len(seen) > 1)
+        kinds = sorted(name for name, values in counts.items() if len(values) > 1)
         return {
             name: dict(sorted(counts[name].items(), key=lambda item: (len(f"{item[0]}"), item)))
             for name in kinds
@@ -106,16 +106,16 @@ def draw(problem: Problem, gpu: Gpu, how: SurveySize, catalogue: Catalogue = fam
     Raises:
         ConfigError: when no family serves the problem, or a named one does not.
     """
-    known = catalogue(problem.op)
-    check_families(how.families, problem.op, known)
+    members = catalogue(problem.op)
+    check_families(how.families, problem.op, members)
     serving = [
         family
-        for family in known.values()
+        for family in members.values()
         if not family.is_vendor and not family.stages(problem) and not family.supports(problem, gpu)
     ]
     named = [family for family in serving if family.name in how.families]
-    kept = named if how.families else without_fallbacks(serving)
-    spaces = {family: family.space(problem, gpu) for family in kept}
+    families = named if how.families else without_fallbacks(serving)
+    spaces = {family: family.space(problem, gpu) for family in families}
     groups = {family: group_by_kernels(family, space) for family, space in spaces.items()}
     sizes = {family.name: len(of_family) for family, of_family in groups.items()}
     if not sum(sizes.values()):
@@ -124,8 +124,8 @@ def draw(problem: Problem, gpu: Gpu, how: SurveySize, catalogue: Catalogue = fam
     for family, share in zip(groups, _shares(list(sizes.values()), how.kernels), strict=True):
         ranked = sorted(groups[family], key=lambda group: how.rank(_kernel(family, problem, group)))
         for group in ranked[:share]:
-            chosen = sorted(group, key=lambda config: how.rank(config.digest))[: how.variants]
-            drawn.append(tuple(chosen))
+            variants = sorted(group, key=lambda config: how.rank(config.digest))[: how.variants]
+            drawn.append(tuple(variants))
     counts = {family.name: (sizes[family.name], len(space)) for family, space in spaces.items()}
     return Sample(problem, tuple(drawn), counts)
 
@@ -172,22 +172,22 @@ def listed(
     Raises:
         ConfigError: when a problem's domain has no kernels.
     """
-    found = []
+    samples = []
     for problem in problems:
         groups = pool.of_portfolio(problem, gpu, portfolio, further=further(problem))
         if not groups:
             raise ConfigError(f"no portfolio has kernels for {problem.op} {problem.label()}")
-        found.append(Sample(problem, tuple(map(tuple, groups)), _sizes(groups)))
-    return found
+        samples.append(Sample(problem, tuple(map(tuple, groups)), _sizes(groups)))
+    return samples
 
 
 def _sizes(groups: Sequence[Sequence[Config]]) -> dict[str, tuple[int, int]]:
     """Number of kernels and candidates of each family."""
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for group in groups:
-        kernels, candidates = found.get(group[0].family, (0, 0))
-        found[group[0].family] = kernels + 1, candidates + len(group)
-    return found
+        kernels, candidates = sizes.get(group[0].family, (0, 0))
+        sizes[group[0].family] = kernels + 1, candidates + len(group)
+    return sizes
 
 
 def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:
@@ -318,19 +318,19 @@ class Survey:
         requests = _requests(_missing(progress), self._together)
         for request in requests:
             runner.submit(problem, request)
-        left = len(requests)
+        count = len(requests)
         with _Alarm(self._deadline - time.monotonic(), runner.cancel):
-            while left and not self._stopped:
-                found: list[Measurement] = []
+            while count and not self._stopped:
+                results: list[Measurement] = []
                 with self._interruption.waiting():
-                    found = runner.collect()
-                left -= 1
-                progress.measurements += found
+                    results = runner.collect()
+                count -= 1
+                progress.measurements += results
                 progress.elapsed_s = time.monotonic() - started
-                if found:
+                if results:
                     self._write(progress)
                     self._changed(progress)
-        if left:
+        if count:
             runner.cancel()
 
     def _write(self, progress: SurveyProgress) -> None:
@@ -356,9 +356,9 @@ class _Alarm:
 
 def _missing(progress: SurveyProgress) -> list[list[Config]]:
     """Drawn candidates that are not measured, by kernel."""
-    seen = {m.config for m in progress.seen}
-    left = ([c for c in group if c not in seen] for group in progress.sample.groups)
-    return [group for group in left if group]
+    tried = {m.config for m in progress.seen}
+    groups = ([c for c in group if c not in tried] for group in progress.sample.groups)
+    return [group for group in groups if group]
 
 
 def _requests(groups: Sequence[Sequence[Config]], together: int) -> list[list[Config]]:

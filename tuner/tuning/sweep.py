@@ -315,10 +315,10 @@ class Sweep:
         if self._budget.limit_s is None:
             return None
         effort, problem = self.competition.effort, self.problem
-        chosen = ranking.finalists(
+        entrants = ranking.finalists(
             self.competition.seen(problem), effort.finalists, self.competition.kernel
         )
-        times = [m.latency_us for m in chosen if m.latency_us is not None]
+        times = [m.latency_us for m in entrants if m.latency_us is not None]
         deadline = self._budget.search_deadline(times, effort.rounds)
         started = self._budget.started
         return None if deadline is None else started + share * (deadline - started)
@@ -424,10 +424,10 @@ class Sweep:
         finals = self._finals
         if ranked and ranked is not finals.provided and ranked is not finals.undecided:
             finals.decide(ranked)
-        seen = self.competition.seen()
-        own = [m for m in seen if not is_vendor(m.config)]
+        tried = self.competition.seen()
+        own = [m for m in tried if not is_vendor(m.config)]
         members = self.competition.members.values()
-        measured = {vendor_name(m.config) for m in seen if is_vendor(m.config) and m.ok}
+        measured = {vendor_name(m.config) for m in tried if is_vendor(m.config) and m.ok}
         return Outcome(
             problem=self.problem,
             gpu=self.runner.gpu,
@@ -438,7 +438,7 @@ class Sweep:
             ranking=tuple(ranked),
             unranked=tuple(self._finals.unranked) if ranked else (),
             quick_vendor=min(
-                (m for m in seen if m.problem == self.problem and is_vendor(m.config) and m.ok),
+                (m for m in tried if m.problem == self.problem and is_vendor(m.config) and m.ok),
                 key=ranking.by_latency,
                 default=None,
             ),
@@ -448,7 +448,7 @@ class Sweep:
             failures=Counter(m.status.value for m in own if not m.ok),
             unavailable={
                 vendor_name(m.config): first_line(m.log) or m.status.value
-                for m in seen
+                for m in tried
                 if is_vendor(m.config) and not m.ok and vendor_name(m.config) not in measured
             },
             interrupted=self._interruption.requested,
@@ -466,11 +466,11 @@ class Sweep:
         """New record, or the record of an unfinished sweep with the same settings."""
         digest = self.options.digest(self.runner.provenance)
         environment = self.runner.environment.digest
-        found = self.store.find_sweep(
+        earlier = self.store.find_sweep(
             self.problem, self.runner.gpu, self.regime, environment, digest
         )
-        if found is not None and found.state != "done":
-            return found
+        if earlier is not None and earlier.state != "done":
+            return earlier
         return SweepRecord(
             uuid.uuid4().hex[:16], self.problem, self.runner.gpu, self.regime, environment, digest
         )
@@ -512,7 +512,7 @@ def sweep(
     from tuner.search.storage import open_storage
 
     problem = as_problem(problem)
-    chosen = regime or Regime.default(problem.op)
+    how = regime or Regime.default(problem.op)
     settings = options or SweepOptions()
     place = replace(machine or Machine(), max_workspace=settings.max_workspace)
     with (
@@ -520,5 +520,5 @@ def sweep(
         open_storage(optuna_storage, note) as studies,
         Runners(place, note) as runners,
     ):
-        runner = runners.of(problem, chosen)
+        runner = runners.of(problem, how)
         return Sweep(problem, runner.regime, runner, opened, settings, studies=studies).run()

@@ -36,7 +36,7 @@ class Waits:
             search: search with requests in flight.
             elapsed_s: seconds since the sweep began.
         """
-        under_way = {_place(one, search): one for one in self._runner.under_way(problem)}
+        under_way = {_place(b, search): b for b in self._runner.under_way(problem)}
         pending = {(m.family.name, key) for m in search.members for key in m.pending}
         if not pending <= under_way.keys():
             return False
@@ -45,15 +45,15 @@ class Waits:
 
     def _left_s(self, compiling: dict[Place, Building]) -> dict[Place, float]:
         """Seconds until each group is expected to be compiled."""
-        left: dict[Place, float] = {}
-        for place, one in compiling.items():
-            if one.elapsed_s is not None:
+        seconds: dict[Place, float] = {}
+        for place, building in compiling.items():
+            if building.elapsed_s is not None:
                 # The kernels of a unit are compiled one after the other.
-                share_s = one.elapsed_s / one.kernels
-                left[place] = one.kernels * self._times.left_s(place[0], share_s)
-        waiting = [place for place in compiling if place not in left]
-        ends = queued(list(left.values()), [self._times.left_s(name) for name, _ in waiting])
-        return left | dict(zip(waiting, ends, strict=True))
+                share_s = building.elapsed_s / building.kernels
+                seconds[place] = building.kernels * self._times.left_s(place[0], share_s)
+        waiting = [place for place in compiling if place not in seconds]
+        ends = queued(list(seconds.values()), [self._times.left_s(name) for name, _ in waiting])
+        return seconds | dict(zip(waiting, ends, strict=True))
 
 
 def _place(one: Building, search: Search) -> Place:

@@ -114,8 +114,8 @@ class Gate:
             self.close()
             self._buffers = buffers = Buffers(self._device, problem, strides)
         self._is_sampled = is_sampled = is_sampled and sampling.is_sampled(problem)
-        known = self._known.get(is_sampled)
-        if known is None or known.seed != seed:
+        earlier = self._known.get(is_sampled)
+        if earlier is None or earlier.seed != seed:
             self._forget(is_sampled)
             references = References(self._kernels, buffers, seed if is_sampled else None)
             self._known[is_sampled] = _Known(seed, references)
@@ -131,8 +131,8 @@ class Gate:
 
     def _forget(self, *kept: bool) -> None:
         for is_sampled in kept:
-            if known := self._known.pop(is_sampled, None):
-                known.references.close()
+            if cached := self._known.pop(is_sampled, None):
+                cached.references.close()
 
     def allocate(self, pool: Pool, name: str, size: int) -> Guarded:
         """Allocate a buffer between guard bands from `pool`: 256-byte aligned, an even number of
@@ -172,7 +172,7 @@ class Gate:
         buffers, _ = self._opened()
         operands, problem = buffers.operands, buffers.problem
         outputs = [(operands[x.name], poison_of(x.dtype)) for x in problem.outputs]
-        for buffer, poison in (*outputs, *((one, POISON) for one in extra)):
+        for buffer, poison in (*outputs, *((buf, POISON) for buf in extra)):
             self._device.fill16(buffer.pointer, poison, buffer.bytes)
         for buffer in (*operands.values(), *extra):
             self._kernels.poison(buffer)
@@ -187,9 +187,9 @@ class Gate:
             GateError: when the reference is still not finite.
         """
         self._device.wait()
-        buffers, known = self._opened()
-        problem, references, sums = buffers.problem, known.references, known.sums[self._kind]
-        wanted = references.outputs(self._kind)
+        buffers, cached = self._opened()
+        problem, references, sums = buffers.problem, cached.references, cached.sums[self._kind]
+        exact = references.outputs(self._kind)
         strayed = {
             buffer.name: self._kernels.strayed(buffer)
             for buffer in (*buffers.operands.values(), *extra)
@@ -200,7 +200,7 @@ class Gate:
             if self._checksum(operand) != sums[operand.name]
         ]
         worst, drawn = 0.0, (problem, self._kind)
-        for name, output, written, reference in self._compared(wanted):
+        for name, output, written, reference in self._compared(exact):
             limits = limits_of(problem, output.name, query_deviation(*drawn), *offsets(*drawn))
             limits = limits.lifted if is_reported(*drawn) else limits
             comparison = self.compare(written, reference, output, limits)
@@ -218,8 +218,8 @@ class Gate:
         """Parts to compare: name in a verdict, extent, and addresses of the output and its
         reference.
         """
-        buffers, known = self._opened()
-        references = known.references
+        buffers, cached = self._opened()
+        references = cached.references
         problem = buffers.problem
         for output in problem.outputs:
             written, reference = buffers.operands[output.name].pointer, wanted[output.name]
@@ -228,10 +228,10 @@ class Gate:
                 name = "" if len(problem.outputs) == 1 else f"{output.name}: "
                 yield name, output, written, reference
                 continue
-            for one in chunks:
-                shift = one.shifts(problem)[output.name]
+            for chunk in chunks:
+                shift = chunk.shifts(problem)[output.name]
                 at = written + DTYPE_BYTES[output.dtype] * shift, reference + 4 * shift
-                yield f"{one.text}: ", one.output(problem), *at
+                yield f"{chunk.text}: ", chunk.output(problem), *at
 
     def examine_lse(self, lse: Guarded) -> Verdict:
         """Judge the log-sum-exp of an attention kernel, after `examine`.
@@ -243,17 +243,17 @@ class Gate:
         Raises:
             BenchmarkError: when `load` was called without `with_lse`.
         """
-        buffers, known = self._opened()
-        references = known.references
-        problem, kept = buffers.problem, references.statistics(self._kind)
-        if not isinstance(problem, AttentionProblem) or kept is None:
+        buffers, cached = self._opened()
+        references = cached.references
+        problem, stats = buffers.problem, references.statistics(self._kind)
+        if not isinstance(problem, AttentionProblem) or stats is None:
             raise BenchmarkError("the numerics gate has no log-sum-exp to compare with")
         rows = lse.bytes // 4
-        statistics = array("d", self._device.read(kept, 16 * rows))
-        found = array("f", self._device.read(lse.pointer, lse.bytes))
+        statistics = array("d", self._device.read(stats, 16 * rows))
+        values = array("f", self._device.read(lse.pointer, lse.bytes))
         deviation = {"large_scores": LARGE, "dominant": DOMINANCE}.get(self._kind, 1.0)
         lost = lost_of(problem, deviation, tops_of(problem, statistics))
-        verdict = judge_lse(found, lse_of(problem, statistics), lost)
+        verdict = judge_lse(values, lse_of(problem, statistics), lost)
         log = verdict.log and f"{self._kind} inputs: {verdict.log}"
         return Verdict(verdict.status, verdict.error, log)
 
@@ -268,10 +268,10 @@ class Gate:
             operand: shape, strides and type of the output.
             limits: limits of each element.
         """
-        found = self._kernels.compare(output, reference, operand, limits)
-        if not limits.whole or not found.is_sound:
-            return found
-        rms = math.sqrt(found.reference_squares / max(1, found.elements))
+        result = self._kernels.compare(output, reference, operand, limits)
+        if not limits.whole or not result.is_sound:
+            return result
+        rms = math.sqrt(result.reference_squares / max(1, result.elements))
         return self._kernels.compare(output, reference, operand, limits.resolved(rms))
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
@@ -287,15 +287,15 @@ class Gate:
             kind: kind of the inputs.
             output: name of the output operand; empty: the last one.
         """
-        buffers, known = self._opened()
-        references = known.references
+        buffers, cached = self._opened()
+        references = cached.references
         return references.outputs(kind)[output or buffers.problem.output.name]
 
     def _opened(self) -> tuple[Buffers, _Known]:
-        known = self._known.get(self._is_sampled)
-        if self._buffers is None or known is None:
+        cached = self._known.get(self._is_sampled)
+        if self._buffers is None or cached is None:
             raise BenchmarkError("the numerics gate has no problem open")
-        return self._buffers, known
+        return self._buffers, cached
 
     def _checksum(self, operand: Operand) -> int:
         return self._kernels.checksum(self.pointers[operand.name], operand.bytes)

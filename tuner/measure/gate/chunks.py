@@ -53,14 +53,14 @@ class RowChunk:
         """Offsets of its first elements in query, key, value and out."""
         group = problem.heads_q // problem.heads_kv
         heads = {"key": self.head // group, "value": self.head // group}
-        found = {}
+        starts = {}
         for matrix in problem.matrices:
             batch, head, row, _ = matrix.strides
             rows = 0 if matrix.name in heads else self.first
-            found[matrix.name] = (
+            starts[matrix.name] = (
                 self.batch * batch + heads.get(matrix.name, self.head) * head + rows * row
             )
-        return found
+        return starts
 
     def integers(self, problem: AttentionProblem) -> dict[str, int]:
         """Extents, strides and mask, in the form of the reference's attention."""
@@ -101,10 +101,10 @@ def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[RowChunk]
     tiles = -(-problem.seqlen_q // ROWS)
     count = problem.batch * of_heads * tiles
     drawn = random.Random(f"{seed}:{kind}:chunks").sample(range(count), min(CHUNKS, count))
-    found = []
+    chunks = []
     for number in sorted(drawn):
-        rest, tile = divmod(number, tiles)
-        batch, head = divmod(rest, of_heads)
+        outer, tile = divmod(number, tiles)
+        batch, head = divmod(outer, of_heads)
         first = tile * ROWS
-        found.append(RowChunk(batch, head, heads, first, min(ROWS, problem.seqlen_q - first)))
-    return found
+        chunks.append(RowChunk(batch, head, heads, first, min(ROWS, problem.seqlen_q - first)))
+    return chunks

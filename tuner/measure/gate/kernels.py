@@ -149,8 +149,8 @@ def _ordered(
     scalars: Mapping[str, float] | None = None,
     more: Sequence[int] = (),
 ) -> tuple[Sequence[int], Sequence[int], Sequence[float]]:
-    given = {"command": command, **integers}
-    addresses, numbers, factors = COMMANDS[command].ordered(tensors, given, scalars or {})
+    numbered = {"command": command, **integers}
+    addresses, numbers, factors = COMMANDS[command].ordered(tensors, numbered, scalars or {})
     return addresses, (*numbers, *more), factors
 
 
@@ -186,7 +186,7 @@ class Buffers:
     @property
     def pointers(self) -> dict[str, int]:
         """Device address of each operand."""
-        return {name: one.pointer for name, one in self.operands.items()}
+        return {name: at.pointer for name, at in self.operands.items()}
 
     @property
     def sources(self) -> dict[str, int]:
@@ -210,8 +210,8 @@ class Buffers:
     def _memory(self) -> list[Operand]:
         """Memory of each operand, outputs last."""
         return [
-            one.apart(self.strides[one.name]) if one.name in self.strides else one
-            for one in self.problem.operands
+            of.apart(self.strides[of.name]) if of.name in self.strides else of
+            for of in self.problem.operands
         ]
 
 

@@ -43,7 +43,7 @@ def known(store: Store) -> list[Known]:
     Raises:
         StoreError: when the store cannot be read.
     """
-    found = {
+    by_digest = {
         record.environment.digest: Known(record.environment, record.newest, is_shipped=False)
         for record in store.environments()
     }
@@ -52,15 +52,15 @@ def known(store: Store) -> list[Known]:
         ours[entry.winner.environment.digest].append(entry)
     for digest, entries in ours.items():
         newest = max(entry.winner.created_at for entry in entries)
-        found.setdefault(digest, Known(entries[0].winner.environment, newest, is_shipped=True))
-    ordered = sorted(found.values(), key=lambda one: one.newest, reverse=True)
-    return sorted(ordered, key=lambda one: one.is_shipped)
+        by_digest.setdefault(digest, Known(entries[0].winner.environment, newest, is_shipped=True))
+    ordered = sorted(by_digest.values(), key=lambda e: e.newest, reverse=True)
+    return sorted(ordered, key=lambda e: e.is_shipped)
 
 
 def differing(environments: Sequence[Environment]) -> list[str]:
     """Names of the facts that are not the same in all of them."""
-    names = sorted({name for one in environments for name in one.facts})
-    return [name for name in names if len({one.facts.get(name) for one in environments}) > 1]
+    names = sorted({name for env in environments for name in env.facts})
+    return [name for name in names if len({env.facts.get(name) for env in environments}) > 1]
 
 
 def label(one: Known, names: Iterable[str]) -> str:
@@ -81,15 +81,15 @@ def entries_in(store: Store, digest: str) -> list[Entry]:
     passes: dict[tuple[str, ...], list[Measurement]] = defaultdict(list)
     for m in finals:
         passes[m.problem.op, m.problem.key, m.gpu.identity, str(m.regime), m.sweep].append(m)
-    found: dict[tuple[str, ...], Entry] = {
+    latest: dict[tuple[str, ...], Entry] = {
         sort_key(entry)[:4]: entry
         for entry in _shipped()
         if entry.winner.environment.digest == digest
     }
     for key, group in sorted(passes.items(), key=lambda item: Run(item[1], "store").newest):
         if ranked := rank(group):
-            found[key[:4]] = Entry.of(ranked)
-    return list(found.values())
+            latest[key[:4]] = Entry.of(ranked)
+    return list(latest.values())
 
 
 def _shipped() -> list[Entry]:

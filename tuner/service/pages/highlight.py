@@ -53,8 +53,8 @@ def highlight(text: str, language: Language) -> str:
 
 def _parts(text: str, pattern: re.Pattern[str]) -> Iterator[str]:
     end = 0
-    for found in pattern.finditer(text):
-        yield escape(text[end : found.start()])
-        yield f'<span class="tok-{found.lastgroup}">{escape(found[0])}</span>'
-        end = found.end()
+    for match in pattern.finditer(text):
+        yield escape(text[end : match.start()])
+        yield f'<span class="tok-{match.lastgroup}">{escape(match[0])}</span>'
+        end = match.end()
     yield escape(text[end:])

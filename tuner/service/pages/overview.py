@@ -36,8 +36,8 @@ class Coverage:
     def bar(self) -> dict[str, int]:
         """Counts by the classes of the bar that shows them."""
         classes = {"done": "ahead", "cancelled": "tied", "failed": "behind"}
-        found = {name: self.count(standing) for name, standing in classes.items()}
-        return {name: count for name, count in found.items() if count}
+        counts = {name: self.count(standing) for name, standing in classes.items()}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def mean(self) -> str:
@@ -80,7 +80,7 @@ def overview(entries: Sequence[Entry]) -> Overview:
         if entry.provenance is Provenance.MEASURED:
             place = entry.problem.op, entry.gpu.name, str(entry.regime)
             groups.setdefault(place, []).append(entry)
-    parts = [Coverage(*place, found) for place, found in sorted(groups.items())]
+    parts = [Coverage(*place, cells) for place, cells in sorted(groups.items())]
     every = [(entry.standing, entry) for part in parts for entry in part.entries]
     lost = [(s.ratio, entry) for s, entry in every if s and s.outcome == "behind"]
     lost.sort(key=lambda pair: pair[0])
@@ -94,5 +94,5 @@ def workers(jobs: Jobs) -> list[tuple[str, Task]]:
         StoreError: when the store cannot be read.
     """
     running = [job.id for job in jobs.all() if job.counts.get("running")]
-    found = [(id, task) for id in running for task in jobs.tasks(id, state="running")]
-    return sorted(found, key=lambda pair: (pair[1].holder, pair[1].id))
+    tasks = [(id, task) for id in running for task in jobs.tasks(id, state="running")]
+    return sorted(tasks, key=lambda pair: (pair[1].holder, pair[1].id))

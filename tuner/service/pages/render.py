@@ -93,14 +93,14 @@ def error_page(
 def _environment() -> jinja2.Environment:
     import jinja2
 
-    made = jinja2.Environment(
+    jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    jinja.filters |= {
         "us": microseconds,
         "config": str,
         "kernel": kernel_name,
@@ -112,7 +112,7 @@ def _environment() -> jinja2.Environment:
         "stamp": _stamp,
         "percent": _percent,
     }
-    made.globals |= {
+    jinja.globals |= {
         "version": tuner.__version__,
         "url": url,
         "trials_url": trials_url,
@@ -123,13 +123,13 @@ def _environment() -> jinja2.Environment:
         "is_vendor": is_vendor,
         "result_speed": result_speed,
     }
-    return made
+    return jinja
 
 
 def url(path: str, **query: Any) -> str:
     """A path of this service and a query, of which empty values are left out."""
-    kept = {name: str(value) for name, value in query.items() if value not in (None, "", False)}
-    return f"{path}?{urlencode(kept)}" if kept else path
+    pairs = {name: str(value) for name, value in query.items() if value not in (None, "", False)}
+    return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
 def trials_url(of: Entry | Measurement | Problem, **query: Any) -> str:

@@ -56,8 +56,8 @@ def add_report(app: FastAPI, store: Store, served: ServedDecisions) -> None:
             detail = "another report is being made; load this page again"
             raise HTTPException(503, detail, {"retry-after": "5"})
         try:
-            found = subject.from_store(store, place.problem, gpu, regimes, "the service's store")
-            return HTMLResponse(page.render(found), headers=REPORT_HEADERS)
+            sweep = subject.from_store(store, place.problem, gpu, regimes, "the service's store")
+            return HTMLResponse(page.render(sweep), headers=REPORT_HEADERS)
         except NoValidConfigError as exc:
             raise HTTPException(404, str(exc)) from exc
         finally:

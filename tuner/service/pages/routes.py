@@ -154,14 +154,14 @@ def _add_jobs(app: FastAPI, store: Store, *, needs_token: bool) -> None:
     @app.get("/jobs", include_in_schema=False)
     def jobs(request: Request, state: State | None = None, first: First = 0) -> Response:
         every = store.jobs.all()
-        found = [job for job in every if state in (None, job.state)]
+        shown = [job for job in every if state in (None, job.state)]
         values = {
-            "jobs": found[first : first + JOB_ROWS],
+            "jobs": shown[first : first + JOB_ROWS],
             "total": len(every),
             "counts": store.jobs.counts(),
             "state": state,
             "states": TASK_STATES,
-            "pages": _neighbours("/jobs", first, JOB_ROWS, len(found), state=state),
+            "pages": _neighbours("/jobs", first, JOB_ROWS, len(shown), state=state),
         }
         return page(request, "jobs", values)
 
@@ -177,8 +177,8 @@ def _add_jobs(app: FastAPI, store: Store, *, needs_token: bool) -> None:
         state: State | None = None,
         first: First = 0,
     ) -> Response:
-        found = store.jobs.find(id)
-        if found is None:
+        record = store.jobs.find(id)
+        if record is None:
             raise HTTPException(404, f"job {id} is unknown")
         tasks = store.jobs.tasks(id, state=state)
         if state is None:
@@ -186,7 +186,7 @@ def _add_jobs(app: FastAPI, store: Store, *, needs_token: bool) -> None:
             order = ("running", "failed", "queued", "done", "cancelled")
             tasks.sort(key=lambda task: order.index(task.state))
         values = {
-            "job": found,
+            "job": record,
             "tasks": tasks[first : first + TASK_ROWS],
             "state": state,
             "states": TASK_STATES,
@@ -209,9 +209,9 @@ def _add_problem(app: FastAPI, store: Store) -> None:
     ) -> Response:
         problem = place.problem
         task = None if job is None else _task(store, job, problem)
-        found = trials.runs(store, problem)
+        runs = trials.runs(store, problem)
         chosen = trials.choose(
-            found,
+            runs,
             key=run,
             sweep=task.sweep if task else sweep,
             gpu=place.gpu,
@@ -225,7 +225,7 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         query = dict(request.query_params) | {"show": None if show == "all" else show}
         values = {
             "problem": problem,
-            "runs": found,
+            "runs": runs,
             "run": chosen,
             "job": job,
             "task": task,
@@ -250,13 +250,13 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         config: Annotated[Digest, Query()],
     ) -> Response:
         problem, gpu, regimes = place.problem, place.gpu, place.regimes
-        found = kernels.find(store, problem, config, gpu=gpu, regimes=regimes)
-        if found is None:
+        source = kernels.find(store, problem, config, gpu=gpu, regimes=regimes)
+        if source is None:
             what = f"nothing was measured of configuration {config} for "
             what += f"{problem.op} {problem.label()}{f' on {gpu}' if gpu else ''}"
             raise HTTPException(404, what + (f", {regimes[0]}" if regimes else ""))
-        differing = environments.differing([m.environment for m in found.measurements])
-        return page(request, "kernel", {"subject": found, "differing": differing})
+        differing = environments.differing([m.environment for m in source.measurements])
+        return page(request, "kernel", {"subject": source, "differing": differing})
 
 
 def _without_first(query: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,11 +281,11 @@ def _add_compare(app: FastAPI, store: Store) -> None:
         relative: Annotated[bool, Query()] = False,
         first: First = 0,
     ) -> Response:
-        known = environments.known(store)
-        by_digest = {one.digest: one for one in known}
+        every = environments.known(store)
+        by_digest = {env.digest: env for env in every}
         if missing := [d for d in (a, b) if d is not None and d not in by_digest]:
             raise HTTPException(404, f"nothing was measured in environment {missing[0]}")
-        values: dict[str, Any] = {"known": known, "labels": _labels(known), "relative": relative}
+        values: dict[str, Any] = {"known": every, "labels": _labels(every), "relative": relative}
         values |= {"a": a, "b": b, "sides": None, "fault": ""}
         if a and b and a == b:
             values["fault"] = "These are the same environment."
@@ -303,8 +303,8 @@ def _add_compare(app: FastAPI, store: Store) -> None:
 
 
 def _labels(known: Sequence[environments.Known]) -> dict[str, str]:
-    names = environments.differing([one.environment for one in known])
-    return {one.digest: environments.label(one, names) for one in known}
+    names = environments.differing([e.environment for e in known])
+    return {e.digest: environments.label(e, names) for e in known}
 
 
 def _add_login(app: FastAPI, sessions: Sessions) -> None:
@@ -324,8 +324,8 @@ def _add_login(app: FastAPI, sessions: Sessions) -> None:
             fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=8)
         except ValueError as exc:
             raise HTTPException(422, f"not the login's form: {exc}") from exc
-        given, next = (fields.get(name, [""])[0] for name in ("token", "next"))
-        session = sessions.begin(given)
+        token, next = (fields.get(name, [""])[0] for name in ("token", "next"))
+        session = sessions.begin(token)
         if session is None:
             values = {"next": _within(next), "fault": "This is none of the service's tokens."}
             return page(request, "login", values, status=401)

@@ -88,15 +88,15 @@ def find_entries(
         only: further conditions.
     """
     wanted = words.casefold().split()
-    found = [
+    rows = [
         entry
         for text, entry in _texts(table)
         if all(w in text for w in wanted) and only.lets(entry)
     ]
     name = order.removeprefix("-")
     if name in _KEYS:
-        found.sort(key=_KEYS[name], reverse=order != name)
-    return TablePage(found[first : first + ROWS], len(found), first)
+        rows.sort(key=_KEYS[name], reverse=order != name)
+    return TablePage(rows[first : first + ROWS], len(rows), first)
 
 
 @lru_cache(1)

@@ -129,13 +129,13 @@ class Run:
 
     def table(self, show: Show = "all") -> list[Measurement]:
         """The selected measurements, final ones first, then by time."""
-        chosen = {
+        picked = {
             "all": self.measurements,
             "final": [m for m in self.measurements if m.is_final],
             "quick": [m for m in self.measurements if not m.is_final],
             "failed": [m for m in self.measurements if not m.ok],
         }[show]
-        return sorted(chosen, key=lambda m: (not m.is_final, latency(m)))
+        return sorted(picked, key=lambda m: (not m.is_final, latency(m)))
 
 
 def runs(store: Store, problem: Problem) -> list[Run]:
@@ -180,8 +180,8 @@ def _grouped(measurements: Iterable[Measurement], source: str) -> list[Run]:
     groups: dict[str, list[Measurement]] = defaultdict(list)
     for m in measurements:
         groups[_key(m, source)].append(m)
-    made = [Run(group, source) for group in reversed(groups.values())]
-    return sorted(made, key=lambda run: run.newest, reverse=True)
+    runs = [Run(group, source) for group in reversed(groups.values())]
+    return sorted(runs, key=lambda run: run.newest, reverse=True)
 
 
 def _key(m: Measurement, source: str) -> str:
@@ -191,13 +191,13 @@ def _key(m: Measurement, source: str) -> str:
 
 def _shipped(problem: Problem) -> list[Run]:
     recorded = [part for whole in _recordings() for part in whole.walk() if part.problem == problem]
-    found = [run for r in recorded for run in _grouped(_in_time(r), "shipped recording")]
-    known = {(run.gpu, run.regime) for run in found}
-    decided = [e for e in shipped() if e.problem == problem and (e.gpu, e.regime) not in known]
+    runs = [run for r in recorded for run in _grouped(_in_time(r), "shipped recording")]
+    places = {(run.gpu, run.regime) for run in runs}
+    decided = [e for e in shipped() if e.problem == problem and (e.gpu, e.regime) not in places]
     for entry in decided:  # without the artifacts, which are of the machine that measured
         ranking = [m.but(artifacts={}) for m in entry.ranking]
-        found += _grouped(ranking, "shipped decision")
-    return found
+        runs += _grouped(ranking, "shipped decision")
+    return runs
 
 
 def _in_time(recorded: recording.Recording) -> list[Measurement]:
