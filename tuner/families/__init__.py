@@ -51,10 +51,10 @@ kernel of theirs is launched."""
 @cache
 def families() -> dict[str, Family]:
     """All families by name, own ones and vendors', in alphabetical order."""
-    found: dict[str, Family] = {}
+    members: dict[str, Family] = {}
     for module in MODULES:
-        found |= _members(module)
-    return dict(sorted(found.items()))
+        members |= _members(module)
+    return dict(sorted(members.items()))
 
 
 @cache
@@ -101,10 +101,10 @@ def family(name: str) -> Family:
         raise ConfigError(
             f"family '{name}' was removed ({RETIRED[name]}): no kernels of it can be built"
         )
-    found = find(name)
-    if found is None:
+    member = find(name)
+    if member is None:
         raise ConfigError(f"family '{name}' is not known (allowed: {', '.join(families())})")
-    return found
+    return member
 
 
 @cache

@@ -137,9 +137,9 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
     mean: float = longest
     if is_masked and right == 0 and left == seqlen_q:  # the last block has the most
         longest = smaller(longest, -(-seqlen_q // keys))
-        others = called(_others, tiles, queries, keys)
+        more = called(_others, tiles, queries, keys)
         cut = called(_steps, seqlen_q, seqlen_kv, left, right, queries, keys)
-        uncut = (longest + others[0]) / others[1]
+        uncut = (longest + more[0]) / more[1]
         mean = where((tiles - 1) * queries, seqlen_kv, cut[1], uncut)
     elif is_masked:
         steps = called(_steps, seqlen_q, seqlen_kv, left, right, queries, keys)
@@ -209,12 +209,12 @@ CONSTANT_TERMS = frozenset(
 
 def closed_work(sizes: AttentionSizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `CLOSED_TERMS`, for a closed-source kernel."""
-    found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
-    blocks, memory = found[0][6:8]
+    works = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
+    blocks, memory = works[0][6:8]
     repeated = 2 * sizes.heads * sizes.seqlen_kv * sizes.row_bytes / MEGABYTE
     first = smaller(sizes.seqlen_kv, FIRST_KEYS) / FIRST_KEYS
     longer = larger(first, memory / FIRST_MEGABYTES)
-    of_tiles = chain.from_iterable(map(_of_tiles, found))
+    of_tiles = chain.from_iterable(map(_of_tiles, works))
     return (1.0, blocks, memory, repeated, first, longer, *of_tiles)
 
 
@@ -226,7 +226,7 @@ def _steps(
 ) -> tuple[int, float]:
     """Key steps of a block: the most, and the mean of at most 16 blocks, evenly spread."""
     tiles = -(-seqlen_q // queries)
-    step, found = -(-tiles // 16), []
+    step, sums = -(-tiles // 16), []
     if (
         left >= seqlen_q and right == 0
     ):  # no key is hidden on that side: the last block has the most
@@ -239,8 +239,8 @@ def _steps(
         first = tile * queries
         end = min(seqlen_kv, min(first + queries, seqlen_q) + right)
         start = first - left if first > left else 0
-        found.append(-(-end // keys) - start // keys if end > start else 0)
-    return max(found), sum(found) / len(found)
+        sums.append(-(-end // keys) - start // keys if end > start else 0)
+    return max(sums), sum(sums) / len(sums)
 
 
 @lru_cache(1 << 14)

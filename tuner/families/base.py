@@ -246,9 +246,9 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
 
         The only legality predicate: pure, total (never raises) and complete (lists every reason).
         """
-        found = [reason] if (reason := self.supports(problem, gpu)) else []
-        found += self.malformed(config)
-        return found or self.conflicts(problem, config, gpu)
+        reasons = [reason] if (reason := self.supports(problem, gpu)) else []
+        reasons += self.malformed(config)
+        return reasons or self.conflicts(problem, config, gpu)
 
     @final
     def malformed(self, config: Config) -> list[str]:
@@ -267,24 +267,24 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
         return self._faults(config)
 
     def _faults(self, config: Config) -> list[str]:
-        found = []
+        faults = []
         if config.family != self.name:
-            found.append(f"a config of {shown(config.family)}, not of {self.name}")
+            faults.append(f"a config of {shown(config.family)}, not of {self.name}")
         for name, value in config.params.items():
             if name not in self._allowed:
-                found.append(f"parameter {shown(name)} is not known")
+                faults.append(f"parameter {shown(name)} is not known")
                 continue
             kind, values = self._allowed[name]
             if type(value) is not kind or value not in values:
                 allowed = listed(self.domains[name])
-                found.append(f"{name}={shown(value)} is not known (allowed: {allowed})")
+                faults.append(f"{name}={shown(value)} is not known (allowed: {allowed})")
         missing = [name for name in self.domains if name in self._required - config.params.keys()]
-        found += [f"parameter {name} is missing" for name in missing]
+        faults += [f"parameter {name} is missing" for name in missing]
         if config.stages.keys() != self.stage_families.keys():
             needed = ", ".join(self.stage_families) or "none"
             stages = ", ".join(map(shown, config.stages)) or "none"
-            return [*found, f"stages are {stages} (needed: {needed})"]
-        return found + [
+            return [*faults, f"stages are {stages} (needed: {needed})"]
+        return faults + [
             f"stage {name}: {fault}"
             for name, family in self.stage_families.items()
             for fault in family.malformed(config.stages[name])
@@ -335,9 +335,9 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
         """The reason why the family does not serve the problem; empty when it does."""
         if self.op != problem.op:
             return f"{self.name} serves {self.op}, not {problem.op}"
-        wanted = " or ".join(self.capabilities)
-        if wanted and gpu.compute_capability not in self.capabilities:
-            return f"needs compute capability {wanted}, not {gpu.compute_capability}"
+        needed = " or ".join(self.capabilities)
+        if needed and gpu.compute_capability not in self.capabilities:
+            return f"needs compute capability {needed}, not {gpu.compute_capability}"
         if not gpu.is_served:
             return f"needs compute capability {OLDEST_CAPABILITY}, not {gpu.compute_capability}"
         if not isinstance(problem, AttentionProblem):
@@ -435,9 +435,9 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
         first: dict[str, Config] = {}
         for config in ranked:
             first.setdefault(self.compile_digest(config), config)
-        chosen = list(first.values())[:count]
-        taken = set(chosen)
-        return chosen + [c for c in ranked if c not in taken][: count - len(chosen)]
+        seeds = list(first.values())[:count]
+        places = set(seeds)
+        return seeds + [c for c in ranked if c not in places][: count - len(seeds)]
 
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
@@ -501,5 +501,5 @@ def fitted_constants(family: str) -> Mapping[str, float]:
     path = resources.cache() / "cost" / f"{family}.json"
     if not path.is_file():
         return {}
-    found: dict[str, float] = json.loads(path.read_text())["constants"]
-    return found
+    fitted: dict[str, float] = json.loads(path.read_text())["constants"]
+    return fitted

@@ -68,14 +68,14 @@ class BlockScaledGroupedGemm(Family):
         if not isinstance(problem, GroupedGemmProblem) or self.supports(problem, gpu):
             return []
         busy = [rows for rows in problem.rows if rows]
-        found: dict[Config, None] = {}
+        space: dict[Config, None] = {}
         mean, largest = ceil(problem.m / len(busy)), max(busy)
         for rows in sorted({mean, round(sqrt(mean * largest)), largest}):
             for one in _PRODUCT.space(_product(problem, rows), gpu):
                 if one["split_k"] == 1:
                     params = {k: v for k, v in one.params.items() if k in self.domains}
-                    found.setdefault(deepened(Config(self.name, params)))
-        return list(found)
+                    space.setdefault(deepened(Config(self.name, params)))
+        return list(space)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         return {KERNEL: spec_of(config, is_grouped=True)}
@@ -100,11 +100,11 @@ class BlockScaledGroupedGemm(Family):
         return reduction_of(config)
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
-        one = Config(_PRODUCT.name, {**config.params, "split_k": 1})
+        single = Config(_PRODUCT.name, {**config.params, "split_k": 1})
         groups = _grouped(problem)
         products = (_product(groups, rows) for rows in groups.rows if rows)
-        each = [_PRODUCT.chip_work(product, one, gpu) for product in products]
-        return (work_of_groups([work for (work,) in each], self.name),)
+        works = [_PRODUCT.chip_work(product, single, gpu) for product in products]
+        return (work_of_groups([work for (work,) in works], self.name),)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """`grouped_estimate_us` by first guesses of the kernel's rates."""
@@ -120,9 +120,9 @@ def grouped_estimate_us(
     along = "n" if config["swap_ab"] else "m"
     step = config[f"tile_{along}"] * config[f"cluster_{along}"]
     rows = sum(ceil(rows / step) * step for rows in problem.rows)
-    one = Config(_PRODUCT.name, {**config.params, "split_k": 1})
+    single = Config(_PRODUCT.name, {**config.params, "split_k": 1})
     endless = replace(gpu, memory_gbs=float("inf"))
-    compute = estimate_us(_product(problem, rows), one, endless, rates)
+    compute = estimate_us(_product(problem, rows), single, endless, rates)
     return float((compute**4 + gpu.floor_us(0, problem.bytes) ** 4) ** 0.25)
 
 

@@ -109,11 +109,11 @@ def attention_launch(
     row_blocks = ceil(problem.seqlen_q * packed / tile_m)
     packs = problem.heads_kv if pads else problem.heads_q // packed
     heads = problem.batch * packs // launches
-    seen = (
+    blocks = (
         problem.keys_of(b * tile_m // packed, ceil((b + 1) * tile_m / packed) - 1)
         for b in range(row_blocks)
     )
-    steps = heads * sum(ceil(k.stop / tile_n) - k.start // tile_n for k in seen if k)
+    steps = heads * sum(ceil(k.stop / tile_n) - k.start // tile_n for k in blocks if k)
     width = DTYPE_BYTES[problem.dtype] * problem.head_dim
     rows = heads * packed * problem.seqlen_q
     parts = 2 * 4 * problem.head_dim * rows * splits if splits > 1 else 0

@@ -133,14 +133,14 @@ class ClusterGemm(StridedProduct):
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
     ) -> list[Launch]:
-        a, b, *others, d = problem.operands
+        a, b, *more, d = problem.operands
         along_a, along_b = (strides.get(o.name, o.strides) for o in (a, b))
         integers = {
             **{"m": problem.m, "n": problem.n, "k": problem.k},
             **{"lda": along_a[1], "ldb": along_b[2], "ldd": problem.n},
             **launched(config),
         }
-        tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *others)}
+        tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *more)}
         arguments = arguments_of(problem)
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
 
@@ -226,8 +226,8 @@ def smem_bytes(config: Config) -> int:
 
 def deepened(config: Config) -> Config:
     """A config with the deepest pipeline that fits."""
-    one = smem_bytes(Config(config.family, {**config.params, "stages": 1}))
-    stages = min(room(config) // one, MAX_STAGES)
+    stage = smem_bytes(Config(config.family, {**config.params, "stages": 1}))
+    stages = min(room(config) // stage, MAX_STAGES)
     return Config(config.family, {**config.params, "stages": stages})
 
 

@@ -72,7 +72,7 @@ class GemmSwiglu(Family):
 
     def _groups(self, problem: SwigluProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for group in gemm_space.candidates(product_of(problem), gpu):
-            yield [Config(self.name, {**one.params, "epilogue_schedule": NO_SMEM}) for one in group]
+            yield [Config(self.name, {**c.params, "epilogue_schedule": NO_SMEM}) for c in group]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         spec = _GEMM.kernels(product_of(problem), config)[KERNEL]

@@ -165,7 +165,7 @@ class Gemv(StridedProduct):
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
     ) -> list[Launch]:
-        a, b, *others, d = problem.operands
+        a, b, *more, d = problem.operands
         along_a, along_b = (strides.get(o.name, o.strides) for o in (a, b))
         integers = {
             **{"m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch},
@@ -173,7 +173,7 @@ class Gemv(StridedProduct):
             **{"batch_a": along_a[0], "batch_b": along_b[0], "batch_d": d.strides[0]},
             **{name: int(config[name]) for name in ("persistent", "pdl", "lead")},
         }
-        tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *others)}
+        tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *more)}
         scalars = {"alpha": scale, **({"beta": 1.0} if problem.has_residual else {})}
         return [Launch.named(KERNEL, arguments_of(problem), tensors, integers, scalars)]
 
@@ -183,7 +183,7 @@ class Gemv(StridedProduct):
         tiles = ceil(gemm.n / rows) * gemm.batch
         resident = config["blocks_per_sm"]
         slots = gpu.sm_count * resident
-        a, *others = gemm.operands
+        a, *more = gemm.operands
         # A block reads A once, and is one block of rows unless it is persistent.
         blocks = min(tiles, slots) if config["persistent"] else tiles
         work = Work(
@@ -198,7 +198,7 @@ class Gemv(StridedProduct):
             tensor_flops=2.0 * MAX_ROWS * rows * depth * tiles,
             wgmma=0,
             exponentials=0.0,
-            l2_bytes=a.bytes / gemm.batch * blocks + sum(operand.bytes for operand in others),
+            l2_bytes=a.bytes / gemm.batch * blocks + sum(operand.bytes for operand in more),
         )
         return (work,)
 
@@ -288,9 +288,9 @@ def smem_bytes(problem: GemmProblem, config: Config) -> int:
     """Shared memory of a block: the ring of steps, A, two sets of the warps' sums, barriers."""
     rows = block_rows(config)
     ring = int(config["stages"]) * rows * _odd_pitch(2 * step_k(config))
-    kept = MAX_ROWS if _is_wide(problem) else problem.m
+    rows_a = MAX_ROWS if _is_wide(problem) else problem.m
     sums = 2 * 4 * int(config["k_warps"]) * problem.m * rows
-    return ring + kept * _odd_pitch(2 * padded_k(problem, config)) + sums + BARRIER_BYTES
+    return ring + rows_a * _odd_pitch(2 * padded_k(problem, config)) + sums + BARRIER_BYTES
 
 
 def block_threads(config: Config) -> int:

@@ -46,7 +46,7 @@ class ReductionClass:
 
     def label(self) -> str:
         """The fields that differ from their defaults, for people."""
-        named = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        named = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return ",".join(
             f"{name}={value}" for name, (value, usual) in named.items() if value != usual
         )

@@ -281,9 +281,9 @@ _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
 
 def closed_work(sizes: ProductSizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `CLOSED_TERMS`, for a closed-source kernel."""
-    found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
+    works = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     flops = 2 * sizes.m * sizes.n * sizes.k / GIGAFLOP
-    amounts = map(_of_tiles, found)
+    amounts = map(_of_tiles, works)
     memory, weights = sizes.inputs + sizes.output, sizes.weights
     mean = 1.0, memory, sizes.inputs - weights, weights, sizes.output, sizes.k**0.25, flops
     return (*mean, *chain.from_iterable(amounts))

@@ -81,12 +81,12 @@ class Softmax(Family):
     }
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        problem, found = _softmax(problem), []
+        problem, reasons = _softmax(problem), []
         if problem.batch * problem.rows > MAX_EXTENT:
-            found.append(f"{problem.batch * problem.rows} rows exceed {MAX_EXTENT}")
+            reasons.append(f"{problem.batch * problem.rows} rows exceed {MAX_EXTENT}")
         if problem.cols > MAX_COLS:
-            found.append(f"{problem.cols} columns exceed {MAX_COLS}")
-        return found or _geometry_violations(problem, config)
+            reasons.append(f"{problem.cols} columns exceed {MAX_COLS}")
+        return reasons or _geometry_violations(problem, config)
 
     def _groups(self, problem: SoftmaxProblem, gpu: Gpu) -> Iterator[list[Config]]:
         return ([config] for config in _candidates(problem))
@@ -110,8 +110,8 @@ class Softmax(Family):
         part = 0.5 if softmax.is_causal else 1.0
         threads = config["threads_per_row"] * config["rows_per_block"]
         # Registers are the least that hold a row; the compiler's own number is in the measurement.
-        held = ceil(softmax.cols / config["threads_per_row"]) if config["passes"] == 1 else 0
-        by_registers = REGISTERS_PER_SM // (threads * max(32, held))
+        per_thread = ceil(softmax.cols / config["threads_per_row"]) if config["passes"] == 1 else 0
+        by_registers = REGISTERS_PER_SM // (threads * max(32, per_thread))
         resident = max(1, min(by_registers, WARPS_PER_SM * WARP // threads))
         work = Work(
             kernel="softmax",

@@ -36,10 +36,10 @@ class StridedProduct(Family):
     def stride_conflict(self, problem: GemmProblem, config: Config, strides: Strides) -> str:
         """Reason why no kernel of `config` reads operands with such strides; empty when one can."""
         reason = operands_conflict(problem, strides)
-        others = strides.keys() - {operand.name for operand in problem.operands[:2]}
-        if reason or not others:
+        fixed = strides.keys() - {operand.name for operand in problem.operands[:2]}
+        if reason or not fixed:
             return reason
-        return f"{', '.join(sorted(others))}: of A and B only strides are free"
+        return f"{', '.join(sorted(fixed))}: of A and B only strides are free"
 
     @abstractmethod
     def _launches(

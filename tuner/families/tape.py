@@ -110,8 +110,8 @@ class Tape:
             text: the operation, with `str.format` fields for its operands.
             operands: numbers and symbols.
         """
-        tapes = [one.tape for one in operands if isinstance(one, Symbol)]
-        tape = max(tapes, key=lambda one: one._depth, default=self)
+        tapes = [o.tape for o in operands if isinstance(o, Symbol)]
+        tape = max(tapes, key=lambda t: t._depth, default=self)
         line = text.format(*map(repr, operands))
         if line not in tape._known:
             negated = operands[0] if text == "-{}" else None
@@ -124,19 +124,19 @@ class Tape:
         Args:
             uses: counts of `names_in` the lines behind these; those of what they need are added.
         """
-        kept, elsewhere = dict[str, str](), frozenset(uses)
+        texts, elsewhere = dict[str, str](), frozenset(uses)
         for line, symbol in reversed(self._known.items()):
             if uses[symbol.name]:
-                kept[symbol.name] = line
+                texts[symbol.name] = line
                 uses.update(names_in(line))
-        found, once = [], dict[str, str]()
-        for name, line in reversed(kept.items()):
+        body, once = [], dict[str, str]()
+        for name, line in reversed(texts.items()):
             text = _NAME.sub(lambda match: once.get(match[0], match[0]), line)
             if uses[name] == 1 and name not in elsewhere:
                 once[name] = f"({text})"
             else:
-                found.append(f"{name} = {text}")
-        return found
+                body.append(f"{name} = {text}")
+        return body
 
 
 def names_in(text: str) -> list[str]:
@@ -190,7 +190,7 @@ def weighted(weights: Sequence[float], numbers: Sequence[Any]) -> Any:
 
 def called(function: Callable[..., Any], *operands: Any) -> Any:
     """The result of a function that is not traced into."""
-    if not any(isinstance(one, Symbol) for one in operands):
+    if not any(isinstance(o, Symbol) for o in operands):
         return function(*operands)
     tape, name = _tape_of(*operands), f"{function.__module__}.{function.__qualname__}"
     tape.names[name := name.replace(".", "_")] = function
@@ -198,4 +198,4 @@ def called(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _tape_of(*operands: Any) -> Tape:
-    return next(one.tape for one in operands if isinstance(one, Symbol))
+    return next(o.tape for o in operands if isinstance(o, Symbol))

@@ -132,8 +132,8 @@ class ThreeKernelAttention(Family):
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem = _attention(problem)
         heads = _heads_violations(problem, config["heads_per_launch"])
-        if found := heads or _streams_violations(problem, config):
-            return found
+        if reasons := heads or _streams_violations(problem, config):
+            return reasons
         problems = _chunk_problems(problem, config["heads_per_launch"])._asdict()
         return [
             f"{name}: {violation}"

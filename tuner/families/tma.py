@@ -21,16 +21,16 @@ def tma_conflict(operand: Operand, strides: Sequence[int], contiguous: int = -1)
     """
     width, inner = DTYPE_BYTES[operand.dtype], contiguous % len(strides)
     for axis, (size, stride) in enumerate(zip(operand.shape, strides, strict=True)):
-        said = f"{operand.name}'s stride of {stride} elements in dimension {axis}"
+        text = f"{operand.name}'s stride of {stride} elements in dimension {axis}"
         if size == 1:
             continue
         if axis == inner:
             if stride != 1:
-                return f"{said} is not 1"
+                return f"{text} is not 1"
         elif stride == 0:
-            return f"{said}: TMA takes no expanded tensor"
+            return f"{text}: TMA takes no expanded tensor"
         elif stride * width % TMA_ALIGNMENT_BYTES:
-            return f"{said} is not a multiple of {TMA_ALIGNMENT_BYTES} bytes"
+            return f"{text} is not a multiple of {TMA_ALIGNMENT_BYTES} bytes"
         elif stride * width >= MAX_TMA_STRIDE_BYTES:
-            return f"{said} is 2^40 bytes or more"
+            return f"{text} is 2^40 bytes or more"
     return ""

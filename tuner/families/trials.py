@@ -63,14 +63,14 @@ class Trial:
     @property
     def strides(self) -> Strides:
         """Strides of the tensors that differ from the problem's."""
-        found = {}
+        given_strides = {}
         for operand, apart in zip(self.problem.operands, self.apart, strict=False):
             if apart:
                 row = sorted(operand.strides)[1]
-                found[operand.name] = tuple(
+                given_strides[operand.name] = tuple(
                     row + apart if stride == row else stride for stride in operand.strides
                 )
-        return found
+        return given_strides
 
     def label(self) -> str:
         """Short description."""
@@ -126,9 +126,9 @@ class Draw(ABC):
 
     def _carried(self, problem: Problem) -> Config | None:
         """Config of the compiled kernel for a problem, without run-time parameters."""
-        found = self._family.scheduled(problem, self._compiled, self._gpu)
+        moved = self._family.scheduled(problem, self._compiled, self._gpu)
         names = self._family.runtime_parameters
-        for config in found:
+        for config in moved:
             params = {name: value for name, value in config.params.items() if name not in names}
             return Config(config.family, params, config.stages)
         return None
@@ -183,19 +183,19 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
         seed: random seed; equal seeds draw equal trials.
     """
     draw = draw_of(target, gpu, seed)
-    found: dict[Trial, None] = {}
-    seen: set[Fact] = set()
+    drawn: dict[Trial, None] = {}
+    facts: set[Fact] = set()
     for name, values in draw.axes.items():
         for value in values:
-            if (name, value) not in seen and (trial := draw.one({name: value})) is not None:
-                found[trial] = None
-                seen |= draw.facts(trial)
+            if (name, value) not in facts and (trial := draw.one({name: value})) is not None:
+                drawn[trial] = None
+                facts |= draw.facts(trial)
     for _ in range(MAX_ATTEMPTS):
-        if len(found) >= count:
+        if len(drawn) >= count:
             break
         if (trial := draw.one({})) is not None:
-            found[trial] = None
-    return list(found)
+            drawn[trial] = None
+    return list(drawn)
 
 
 def draw_of(target: Target, gpu: Gpu, seed: int) -> Draw:

@@ -109,8 +109,8 @@ class TritonAttention(Family):
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem = as_attention(problem)
-        if found := _packing(problem, config) or _extents(problem, config):
-            return found
+        if reasons := _packing(problem, config) or _extents(problem, config):
+            return reasons
         needed, most = (
             smem_bytes(problem, config, gpu),
             smem_per_block_bytes(gpu.compute_capability),
@@ -275,24 +275,24 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     if ("packed_heads" in config.params) != (group > 1):
         return ["packed_heads is for several query heads to a KV head, only"]
     packed = config.get("packed_heads", 1)
-    found = []
+    reasons = []
     if group % packed:
-        found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
+        reasons.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
     if packed > config["block_m"]:
-        found.append(f"packed_heads={packed} exceeds block_m={config['block_m']}")
-    return found
+        reasons.append(f"packed_heads={packed} exceeds block_m={config['block_m']}")
+    return reasons
 
 
 def _extents(problem: AttentionProblem, config: Config) -> list[str]:
     """Sizes that the kernel's 32-bit integers cannot hold: rows, programs, and offsets in a
     tile.
     """
-    found = []
+    reasons = []
     rows = problem.seqlen_q * config.get("packed_heads", 1) + config["block_m"]
     if max(rows, problem.seqlen_kv + config["block_n"]) > MAX_EXTENT:
-        found.append("more than 2^31 - 1 rows of queries or keys")
+        reasons.append("more than 2^31 - 1 rows of queries or keys")
     if programs(problem, config) > MAX_EXTENT:
-        found.append("more than 2^31 - 1 programs")
+        reasons.append("more than 2^31 - 1 programs")
     if max(o.strides[2] for o in problem.matrices) * 256 > MAX_EXTENT:
-        found.append("rows are more than 2^23 elements apart")
-    return found
+        reasons.append("rows are more than 2^23 elements apart")
+    return reasons

@@ -34,8 +34,8 @@ def sizes_of(problem: Problem) -> Sizes:
         TypeError: for an operation whose work no family counts.
     """
     kind: Any = kind_of(problem)
-    found: Sizes = kind.of(problem)
-    return found
+    sizes: Sizes = kind.of(problem)
+    return sizes
 
 
 _CONSTANT_TERMS = attention_work.CONSTANT_TERMS | product_work.CONSTANT_TERMS

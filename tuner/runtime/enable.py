@@ -128,9 +128,9 @@ def _answer(name: str, *arguments: Any) -> Found | None:
     generation = dispatch.generation()
     table.refresh(arguments[0])
     # After the look that was due the dispatcher knows what it knew before; not what was cleared.
-    known = dispatch.attention(*arguments) if generation == dispatch.generation() else None
-    if known is not None:
-        return None if known is dispatch.REFUSED else (known, None)
+    ready = dispatch.attention(*arguments) if generation == dispatch.generation() else None
+    if ready is not None:
+        return None if ready is dispatch.REFUSED else (ready, None)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -147,23 +147,23 @@ def _with_lse(name: str, *arguments: Any) -> Found | None:
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = arguments
     generation = table.refresh(query)
-    found: Found | Refusal
+    answer: Found | Refusal
     if attn_mask is not None:
-        found = Refusal(Kind.MASK)
+        answer = Refusal(Kind.MASK)
     elif dropout_p:
-        found = Refusal(Kind.DROPOUT)
+        answer = Refusal(Kind.DROPOUT)
     elif name == "flash" and is_causal and query.shape[2] != key.shape[2]:
-        found = _lower_right(query, key, value, scale)
+        answer = _lower_right(query, key, value, scale)
     else:
         plan = find_plan(query, key, value, is_causal, scale)
-        found = _run(plan, query, key, value)
-        if isinstance(plan, KernelPlan) and not isinstance(found, Refusal):
+        answer = _run(plan, query, key, value)
+        if isinstance(plan, KernelPlan) and not isinstance(answer, Refusal):
             dispatch.put(name, arguments, plan, generation=generation)
-    if isinstance(found, Refusal):
-        invariance.forbid(found.reason)
-        dispatch.refuse(name, arguments, found, generation)
+    if isinstance(answer, Refusal):
+        invariance.forbid(answer.reason)
+        dispatch.refuse(name, arguments, answer, generation)
         return None
-    return found
+    return answer
 
 
 def _run(plan: Plan | Refusal, *tensors: torch.Tensor) -> Found | Refusal:
@@ -248,7 +248,7 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
         if attn_bias is not None and handed_over.is_checked(*tensors):
             attn_bias = handed_over.aligned_mask(attn_bias)
         is_replaced = not dropout_p and cum_seq_q is None
-        rest = logsumexp, philox_seed, philox_offset, attn_bias, *options
+        more = logsumexp, philox_seed, philox_offset, attn_bias, *options
 
         def faster() -> Outputs | None:
             lse = logsumexp.squeeze(-1)
@@ -264,7 +264,7 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
         return _differentiated(
             tensors,
             faster if is_replaced else None,
-            lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
+            lambda: operator.redispatch(keys & _BELOW, *tensors, *more, scale=scale),
         )
 
     return differentiate
@@ -281,8 +281,8 @@ def _differentiated(
         return tuple(torch.zeros_like(tensor) for tensor in tensors[1:4])
     was_native = native.exchange(True)
     try:
-        found = None if was_native or faster is None else faster()
-        return own() if found is None else found
+        faster_out = None if was_native or faster is None else faster()
+        return own() if faster_out is None else faster_out
     finally:
         native.exchange(was_native)
 

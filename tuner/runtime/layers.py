@@ -128,13 +128,13 @@ def tune_linear_(
             raise ConfigError(f"problems={problems} needs examples to run the model with")
         calls.write(problems)
     kinds = _kinds()
-    chosen, left = _sort_out(model, kinds)
-    for reason in dict.fromkeys(left.values()):
-        names = [name for name in left if left[name] == reason]
+    tuned, apart = _sort_out(model, kinds)
+    for reason in dict.fromkeys(apart.values()):
+        names = [name for name in apart if apart[name] == reason]
         more = f" and {len(names) - 1} more" if names[1:] else ""
         _log.warning("tune_linear_ leaves %s%s alone: %s", names[0] or "the model", more, reason)
-    _change({module: kinds[type(module)] for module in chosen.values()})
-    return TunedLayers(tuple(chosen), left, calls)
+    _change({module: kinds[type(module)] for module in tuned.values()})
+    return TunedLayers(tuple(tuned), apart, calls)
 
 
 def restore_linear_(model: torch.nn.Module) -> tuple[str, ...]:
@@ -171,8 +171,8 @@ def linear_problems(model: torch.nn.Module) -> Iterator[LinearCalls]:
     calls = LinearCalls()
 
     def note(module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        given = args[0] if args else options.get("input")
-        calls._add(given, module.weight, module.bias)
+        value = args[0] if args else options.get("input")
+        calls._add(value, module.weight, module.bias)
 
     watched = [m for m in model.modules() if type(m) in (torch.nn.Linear, TunedLinear)]
     handles = []
@@ -231,16 +231,16 @@ def _sort_out(
     model: torch.nn.Module, kinds: Kinds
 ) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
     """The layers to replace, and reasons to leave the others, each by the layer's first name."""
-    chosen: dict[str, torch.nn.Module] = {}
-    left: dict[str, str] = {}
+    tuned: dict[str, torch.nn.Module] = {}
+    apart: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module) in kinds.values() or not _is_linear(module):
             continue
         if reason := _held(module, type(module) if type(module) in kinds else torch.nn.Linear):
-            left[name] = reason
+            apart[name] = reason
         else:
-            chosen[name] = module
-    return chosen, left
+            tuned[name] = module
+    return tuned, apart
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

@@ -55,10 +55,10 @@ def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict
     """
     is_one_query = isinstance(domain, AttentionDomain) and domain.phase == "one"
     factor = ONE_QUERY.get(gpu.name, 1.0) if is_one_query and not family.is_vendor else 1.0
-    found = {term: us * factor for term, us in rates.items()}
+    times = {term: us * factor for term, us in rates.items()}
     for term, us in _added(domain, family, gpu.name).items():
-        found[term] = found.get(term, 0.0) + us
-    return found
+        times[term] = times.get(term, 0.0) + us
+    return times
 
 
 def _added(domain: AnyDomain, family: Family, gpu: str) -> Rates:

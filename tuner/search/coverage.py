@@ -94,10 +94,10 @@ class PlannedConfig:
     def kernels(self) -> int:
         """Distinct kernels to compile for its problems; 0 for a vendor's configuration."""
         family = families()[self.config.family]
-        found = {
+        specs = {
             spec for s in self.served for spec in family.kernels(s.problem, self.config).values()
         }
-        return len(found)
+        return len(specs)
 
     @property
     def worst_loss(self) -> float:
@@ -166,25 +166,25 @@ def _times(
 ) -> Times:
     rows = measured.get(problem, ())
     passed = {m.config: m.latency_us for m in rows if m.ok and m.latency_us is not None}
-    known = families()
-    found: dict[Config, Time] = {}
+    members = families()
+    timed: dict[Config, Time] = {}
     if predict:
         past = [m for other, ms in measured.items() if other != problem for m in ms]
         own = [f for f in families_of(problem.op).values() if not f.is_vendor]
         for family in without_fallbacks([f for f in own if not f.supports(problem, gpu)]):
-            found |= _predicted(family, problem, gpu, past, passed)
+            timed |= _predicted(family, problem, gpu, past, passed)
     for config, us in passed.items():
-        family_of = known.get(config.family)
+        family_of = members.get(config.family)
         # Not every machine has the package of such a vendor's kernel.
         is_there = not is_vendor(config) or config.get("kernel") not in BESIDE_PYTORCH
         if family_of and is_there and family_of.accepts(problem, config, gpu):
-            found[config] = Time(us, Provenance.MEASURED)
+            timed[config] = Time(us, Provenance.MEASURED)
     for config in {m.config for m in rows if not m.ok} - passed.keys():
-        found.pop(config, None)
-    known_best = Times(problem, found).best_us
+        timed.pop(config, None)
+    known_best = Times(problem, timed).best_us
     peers = [(us, vendor_name(c)) for c, us in passed.items() if is_vendor(c)]
     us, name = min(peers, default=(math.inf, ""))
-    return Times(problem, found, (name, us) if us < known_best else None)
+    return Times(problem, timed, (name, us) if us < known_best else None)
 
 
 def _predicted(
@@ -212,14 +212,14 @@ def _predicted(
     for key, group in search.groups.items():
         if us := [passed[config] for config in group if config in passed]:
             search.surrogate.observe(key, math.log(min(us)))
-    found = {}
+    times = {}
     for key, group in search.groups.items():
         # The surrogate predicts a group's best variant; the cost model scales the other variants.
         factor = math.exp(search.surrogate.mean(key)) / family.predict_us(problem, group[0], gpu)
         for config in group:
             estimate = factor * family.predict_us(problem, config, gpu)
-            found[config] = Time(estimate, Provenance.PREDICTED)
-    return found
+            times[config] = Time(estimate, Provenance.PREDICTED)
+    return times
 
 
 def plan(known: Sequence[Times], within: float) -> CoveragePlan:
@@ -229,27 +229,27 @@ def plan(known: Sequence[Times], within: float) -> CoveragePlan:
         known: known times of each problem.
         within: allowed loss as a fraction: 0.03 for 3 %.
     """
-    left = {t.problem: t for t in known if t.by_config}
+    open = {t.problem: t for t in known if t.by_config}
     serves: dict[Config, dict[Problem, CoveredProblem]] = {}
-    for t in left.values():
+    for t in open.values():
         limit = (1 + within) * t.best_us
         for config, time in t.by_config.items():
             if time.us <= limit:
                 served = CoveredProblem(t.problem, time, time.us / t.best_us - 1, t.elsewhere)
                 serves.setdefault(config, {})[t.problem] = served
-    chosen: list[Config] = []
-    open_ = set(left)
+    picked: list[Config] = []
+    open_ = set(open)
     while open_:
         config = min(
             serves, key=lambda c: _rank(c, [serves[c][p] for p in serves[c].keys() & open_])
         )
-        chosen.append(config)
+        picked.append(config)
         open_ -= serves[config].keys()
-    for config in list(chosen):  # later ones may serve all that an earlier one was taken for
-        others = {problem for c in chosen if c != config for problem in serves[c]}
-        if serves[config].keys() <= others:
-            chosen.remove(config)
-    choices = _assign(list(left), chosen, serves)
+    for config in list(picked):  # later ones may serve all that an earlier one was taken for
+        covered = {problem for c in picked if c != config for problem in serves[c]}
+        if serves[config].keys() <= covered:
+            picked.remove(config)
+    choices = _assign(list(open), picked, serves)
     return CoveragePlan(within, choices, tuple(t.problem for t in known if not t.by_config))
 
 
@@ -273,7 +273,7 @@ def _assign(
         able = [config for config in chosen if problem in serves[config]]
         best = min(able, key=lambda c: _preference(serves[c][problem]))
         mine[best].append(serves[best][problem])
-    return tuple(PlannedConfig(config, tuple(found)) for config, found in mine.items())
+    return tuple(PlannedConfig(config, tuple(own)) for config, own in mine.items())
 
 
 def _preference(served: CoveredProblem) -> tuple[bool, float]:

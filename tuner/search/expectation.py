@@ -80,8 +80,8 @@ def expected(op: str, effort: str, cores: int) -> Expectation | None:
     """The expectation for the largest number of cores up to `cores`, or else for the smallest
     number. None for an operation that was not simulated.
     """
-    found = [one for one in shipped() if (one.op, one.effort) == (op, effort)]
-    within = [one for one in found if one.cores <= cores]
+    rows = [e for e in shipped() if (e.op, e.effort) == (op, effort)]
+    within = [e for e in rows if e.cores <= cores]
     if within:
-        return max(within, key=lambda one: one.cores)
-    return min(found, key=lambda one: one.cores, default=None)
+        return max(within, key=lambda e: e.cores)
+    return min(rows, key=lambda e: e.cores, default=None)

@@ -102,17 +102,17 @@ class FamilySearch:
         seed += zlib.crc32(self.family.name.encode())
         if sampler == "model":
             past = _past(self.family, gpu, history)
-            made = surrogate.Surrogate(problem, features, self._predicted, past)
-            groups = samplers.Groups(features, dict.fromkeys(sorted(self.groups, key=made.mean)))
-            self.model = samplers.ModelSampler(groups, made, LEADING)
+            model = surrogate.Surrogate(problem, features, self._predicted, past)
+            groups = samplers.Groups(features, dict.fromkeys(sorted(self.groups, key=model.mean)))
+            self.model = samplers.ModelSampler(groups, model, LEADING)
             return samplers.GroupStudy(groups, self.model)
         if sampler == "random":
             order = random.Random(seed).sample(list(self.groups), len(self.groups))
         else:
             suggested = self.family.seeds(problem, gpu, space, seeds)
             first = [self.family.compile_digest(config) for config in suggested]
-            rest = sorted(self.groups, key=lambda key: self._predicted[key])
-            order = [key for key in dict.fromkeys(first + rest) if key in self.groups]
+            queue = sorted(self.groups, key=lambda key: self._predicted[key])
+            order = [key for key in dict.fromkeys(first + queue) if key in self.groups]
         groups = samplers.Groups(features, dict.fromkeys(order))
         if sampler == "cmaes":
             return samplers.PositionStudy(groups, seed)
@@ -155,11 +155,11 @@ class FamilySearch:
     @property
     def uncompiled(self) -> int:
         """Number of groups with a result for which nothing was compiled."""
-        found = 0
+        count = 0
         for key in self.trials.groups.values:
-            seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
-            found += not any(m.compile_cpu_s for m in seen)
-        return found
+            tried = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
+            count += not any(m.compile_cpu_s for m in tried)
+        return count
 
     @property
     def underway(self) -> list[str]:
@@ -173,9 +173,9 @@ class FamilySearch:
 
     def missing(self, key: str) -> list[Config]:
         """Configs of a group to measure next: the first variants of its race, or all others."""
-        left = [config for config in self.groups[key] if config.digest not in self.seen]
-        is_first = self._raced > 0 and len(left) == len(self.groups[key])
-        return left[: self._raced] if is_first else left
+        open = [config for config in self.groups[key] if config.digest not in self.seen]
+        is_first = self._raced > 0 and len(open) == len(self.groups[key])
+        return open[: self._raced] if is_first else open
 
     def take(self, key: str | None = None) -> list[Config]:
         """Start an open group, by default the sampler's next; returns its configs to measure."""
@@ -220,25 +220,25 @@ class FamilySearch:
 
     def _has_lost(self, key: str) -> bool:
         """True if a group's first variants were timed, and all are slower than `RACE_MARGIN`."""
-        seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
-        if not self._raced or len(seen) < self._raced:
+        tried = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
+        if not self._raced or len(tried) < self._raced:
             return False
-        value = _value(seen)
+        value = _value(tried)
         return value is None or value > math.log((1 + RACE_MARGIN) * self.best_us)
 
     def _finish(self, key: str) -> None:
-        seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
+        tried = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
         if key in self.trials.groups.open:
             self.trials.start(key)
         if key in self._survivors:
             self._survivors.remove(key)
-        self.trials.finish(key, _value(seen), self._attributes(key, seen))
+        self.trials.finish(key, _value(tried), self._attributes(key, tried))
 
     def _attributes(self, key: str, seen: Sequence[Measurement]) -> dict[str, Any]:
         """User attributes of a finished trial."""
         runtime = self.family.runtime_parameters
         times = [m.latency_us for m in seen if m.ok and m.latency_us is not None]
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "provenance": seen[0].provenance.value,
             "from_store": self._is_known,
             "predicted_us": self._predicted[key],
@@ -252,11 +252,11 @@ class FamilySearch:
             ],
         }
         if times:
-            return {**found, "latency_us": min(times)}
+            return {**facts, "latency_us": min(times)}
         failed = next((m for m in seen if m.log.strip()), seen[0])
         log = next(iter(failed.log.strip().splitlines()), "")
         reason = f"{failed.status.value}: {log}" if log else failed.status.value
-        return {**found, "reason": one_line(reason)}
+        return {**facts, "reason": one_line(reason)}
 
 
 def _value(measurements: Iterable[Measurement]) -> float | None:
@@ -273,7 +273,7 @@ def _past(family: Family, gpu: Gpu, history: Iterable[Measurement]) -> list[Past
     for m in history:
         if m.config.family == family.name:
             problems.setdefault(m.problem, []).append(m)
-    found = []
+    past = []
     for problem, measured in problems.items():
         by_config = {m.config: m for m in measured}
         features, errors = [], []
@@ -283,5 +283,5 @@ def _past(family: Family, gpu: Gpu, history: Iterable[Measurement]) -> list[Past
                 predicted = min(family.predict_us(problem, config, gpu) for config in group)
                 features.append(features_of(family, group[0]))
                 errors.append(value - math.log(predicted))
-        found.append(Past(problem, features, errors))
-    return found
+        past.append(Past(problem, features, errors))
+    return past

@@ -65,8 +65,8 @@ class _Lock(JournalFileSymlinkLock):  # type: ignore[misc]
         state: tuple[float, float] | None = None
         since = time.monotonic()
         while not self._is_taken():
-            if (seen := self._state()) != state:
-                state, since = seen, time.monotonic()
+            if (now := self._state()) != state:
+                state, since = now, time.monotonic()
             is_left = time.monotonic() - since >= GRACE_S
             if state is not None and (is_left or time.time() - max(state) >= OLD_S):
                 with contextlib.suppress(RuntimeError):  # another process removed it

@@ -74,8 +74,8 @@ class Judge:
         self._rows: dict[str, list[_Expected]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
-            found = [self._left_out(kernel, base) for base in self._fits.bases_of(kernel)]
-            errors, rows, base = min(found, key=lambda one: one[0][len(one[0]) // 2])
+            fits = [self._left_out(kernel, base) for base in self._fits.bases_of(kernel)]
+            errors, rows, base = min(fits, key=lambda f: f[0][len(f[0]) // 2])
             self._fits.bases[kernel.config] = base
             self._errors[kernel.config] = errors
             for row in rows:
@@ -109,31 +109,31 @@ class Judge:
         table = self._table(own)
         reached = self._vendors_times(own)
         best = [min(column) for column in zip(reached, *table, strict=True)]
-        chosen: list[int] = []
+        picked: list[int] = []
         loss = _mean_loss(reached, best)
         compiled = [families()[k.config.family].compile_digest(k.config) for k in own]
         while True:
-            taken, tried = {compiled[at] for at in chosen}, []
-            for at in set(range(len(own))) - set(chosen):
-                if len(taken) == most and compiled[at] not in taken:
+            sets, tried = {compiled[at] for at in picked}, []
+            for at in set(range(len(own))) - set(picked):
+                if len(sets) == most and compiled[at] not in sets:
                     continue
                 times = [min(pair) for pair in zip(reached, table[at], strict=True)]
                 tried.append((_mean_loss(times, best), own[at].config.digest, at, times))
             if not tried:
                 break
             least, _, at, times = min(tried)
-            if chosen and loss - least < MIN_GAIN:
+            if picked and loss - least < MIN_GAIN:
                 break
-            chosen.append(at)
+            picked.append(at)
             reached, loss = times, least
         unpacked = [kernel for kernel in own if not PACKING & kernel.config.params.keys()]
-        found = [own[at] for at in chosen]
-        if self._domain.extrapolates and unpacked and not set(unpacked) & set(found):
-            found += self.cover(unpacked, min(most, UNPACKED_KERNELS))
+        cover = [own[at] for at in picked]
+        if self._domain.extrapolates and unpacked and not set(unpacked) & set(cover):
+            cover += self.cover(unpacked, min(most, UNPACKED_KERNELS))
         splitting = [kernel for kernel in unpacked if "combine" in kernel.config.params]
-        if self._domain.extrapolates and splitting and not set(splitting) & set(found):
-            found += [one for one in self.cover(splitting, 1) if one not in found]
-        return found
+        if self._domain.extrapolates and splitting and not set(splitting) & set(cover):
+            cover += [k for k in self.cover(splitting, 1) if k not in cover]
+        return cover
 
     def margin(
         self, own: Sequence[KernelTimes], vendors: Sequence[KernelTimes]
@@ -141,7 +141,7 @@ class Judge:
         """The margin with the least cost of choices, or that of models' calls; and its regret."""
         allowed = margins(self._domain, self._gpu) or MARGINS
         tried = [(self._regret(own, vendors, margin), margin) for margin in allowed]
-        (_, regret), margin = min(tried, key=lambda one: one[0][0])
+        (_, regret), margin = min(tried, key=lambda t: t[0][0])
         return margin, regret
 
     def _regret(
@@ -159,14 +159,14 @@ class Judge:
             doubts = {row: 1 + margin * self._error(row.kernel, 0.9) for row in mine}
             first = min(mine, key=lambda row: row.expected * doubts[row])
             named = {str(row.kernel.config["kernel"]): row for row in theirs}
-            chosen = first
+            at = first
             if named:
                 vendor = named[preferred({name: row.expected for name, row in named.items()})]
                 if vendor.expected < first.expected * doubts[first]:
-                    chosen = vendor
-                ratios.append(min(row.us for row in theirs) / chosen.us)
-            owns += chosen is first
-            losses.append(chosen.us / min(row.us for row in rows) - 1)
+                    at = vendor
+                ratios.append(min(row.us for row in theirs) / at.us)
+            owns += at is first
+            losses.append(at.us / min(row.us for row in rows) - 1)
         count = len(losses)
         if not count:
             return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
@@ -174,8 +174,8 @@ class Judge:
         geometric = math.exp(fmean(map(math.log, ratios)))
         slower = [min(MAX_LOSS, max(0.0, 1 / ratio - 1)) for ratio in ratios]
         cost = fmean(min(MAX_LOSS, loss) for loss in losses) + SLOWER_COSTS * fmean(slower)
-        found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
-        return cost, found
+        regret = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
+        return cost, regret
 
     def _is_offered(self, row: _Expected) -> bool:
         """True if a selection would consider the measured schedule."""
@@ -194,8 +194,8 @@ class Judge:
         folds = [fold[group] for group in kernel.groups]
         found = []
         for number in sorted(set(folds)):
-            held = {group for group in groups if fold[group] == number}
-            rates = self._fits.rates(kernel, base, held)
+            out = {group for group in groups if fold[group] == number}
+            rates = self._fits.rates(kernel, base, out)
             for of, point in zip(folds, kernel.points, strict=True):
                 if of == number:
                     expected = self._expected(point.problem, point.config, rates)
@@ -213,13 +213,13 @@ class Judge:
         table = []
         for kernel in own:
             rates, doubt = self._fits.chosen(kernel), 1 + self._error(kernel, 0.9)
-            known = {
+            rows = {
                 key: min((row.us for row in self._rows[key] if row.kernel is kernel), default=0.0)
                 for key in problems
             }
             table.append(
                 [
-                    known[key] or self._expected_of(kernel, problem, rates) * doubt
+                    rows[key] or self._expected_of(kernel, problem, rates) * doubt
                     for key, problem in problems.items()
                 ]
             )

@@ -74,14 +74,14 @@ def sample(
         portfolio: portfolio whose kernels take part; None: use the estimates only.
     """
     kernels = _kernels(domain, problems, gpu, portfolio)
-    found = {}
+    drawn = {}
     for problem in problems:
         groups = [list(_variants(problem, kernel, gpu)) for kernel in kernels]
         if not isinstance(domain, AttentionDomain):
             groups = _promising(problem, groups, gpu)[:TIMED_KERNELS]
         own = _pytorchs(problem, domain, gpu)
-        found[problem] = [group for group in (own, *groups) if group]
-    return found
+        drawn[problem] = [group for group in (own, *groups) if group]
+    return drawn
 
 
 def of_portfolio(
@@ -105,8 +105,8 @@ def of_portfolio(
     domain = domain_of(problem)
     if domain is None:
         return []
-    domains = [domain, *(one for one, _ in portfolio.served() if is_whole)]
-    kernels = dict.fromkeys(one for each in domains for one in _of_portfolio(each, portfolio))
+    domains = [domain, *(d for d, _ in portfolio.served() if is_whole)]
+    kernels = dict.fromkeys(k for each in domains for k in _of_portfolio(each, portfolio))
     kernels |= dict.fromkeys(further)
     groups = (list(_variants(problem, kernel, gpu)) for kernel in kernels)
     return [group for group in (_pytorchs(problem, domain, gpu), *groups) if group]
@@ -126,11 +126,11 @@ def _promising(problem: Any, groups: Sequence[Sequence[Config]], gpu: Gpu) -> li
         return []
     estimates = []
     for place, group in enumerate(groups):
-        times = [families()[one.family].predict_us(problem, one, gpu) for one in group]
+        times = [families()[c.family].predict_us(problem, c, gpu) for c in group]
         estimates.append((min(times, default=math.inf), place))
     least = min(us for us, _ in estimates)
-    kept = sorted(one for one in estimates if one[0] <= MAX_ESTIMATE * least)
-    return [list(groups[place]) for _, place in kept if groups[place]]
+    near = sorted(e for e in estimates if e[0] <= MAX_ESTIMATE * least)
+    return [list(groups[place]) for _, place in near if groups[place]]
 
 
 def _kernels(
@@ -139,7 +139,7 @@ def _kernels(
     """Compiled kernels of a domain, as configs without run-time parameters."""
     if isinstance(domain, ProductDomain) and domain.epilogue == "bias":
         return []
-    known = dict.fromkeys(_of_portfolio(domain, portfolio))
+    own = dict.fromkeys(_of_portfolio(domain, portfolio))
     count, is_narrow = KERNELS, False
     if isinstance(domain, GatedDomain):
         count, is_narrow = GATED_KERNELS, domain.rows == "narrow"
@@ -148,12 +148,12 @@ def _kernels(
     elif isinstance(domain, ProductDomain):
         count, is_narrow = PRODUCT_KERNELS[domain.rows], domain.rows == "narrow"
     elif domain.phase != "prompt":
-        known |= dict.fromkeys(domain.padded_kernels(problems))
+        own |= dict.fromkeys(domain.padded_kernels(problems))
     if isinstance(domain, AttentionDomain):
-        known |= dict.fromkeys(domain.lazy_kernels(list(known)))
-    if len(known) >= count or (isinstance(domain, AttentionDomain) and domain.has_softcap):
-        return list(known)
-    near = [one for other in _near(domain) for one in _of_portfolio(other, portfolio)]
+        own |= dict.fromkeys(domain.lazy_kernels(list(own)))
+    if len(own) >= count or (isinstance(domain, AttentionDomain) and domain.has_softcap):
+        return list(own)
+    near = [k for other in _near(domain) for k in _of_portfolio(other, portfolio)]
     spaces = [
         _compiled(config)
         for family in families_of(domain.op).values()
@@ -163,13 +163,13 @@ def _kernels(
         for config in _best(family, problem, gpu, is_narrow)
     ]
     usable = [
-        (one, [_estimate(problem, one, gpu) for problem in problems])
-        for one in dict.fromkeys((*known, *near, *spaces))
+        (k, [_estimate(problem, k, gpu) for problem in problems])
+        for k in dict.fromkeys((*own, *near, *spaces))
     ]
-    divided = [one for one in usable if one[0].get("tile_scheduler") == "StreamK"]
+    divided = [u for u in usable if u[0].get("tile_scheduler") == "StreamK"]
     streamed = _covering(divided, 0, STREAM_KERNELS) if is_narrow else []
-    usable = [one for one in usable if one[0] not in streamed]
-    return [*_covering(usable, len(known), count - len(streamed)), *streamed]
+    usable = [u for u in usable if u[0] not in streamed]
+    return [*_covering(usable, len(own), count - len(streamed)), *streamed]
 
 
 def _covering(
@@ -179,24 +179,24 @@ def _covering(
 
     When no kernel lowers it any more, the best of the remaining ones are added.
     """
-    chosen = [config for config, _ in usable[:known]]
-    left = [(config, times) for config, times in usable[known:] if min(times) < math.inf]
-    reached = [min(each) for each in zip(*(times for _, times in usable[:known]), strict=True)]
-    best = [min(each) for each in zip(*(times for _, times in usable), strict=True)]
-    while left and len(chosen) < count:
+    picked = [config for config, _ in usable[:known]]
+    open = [(config, times) for config, times in usable[known:] if min(times) < math.inf]
+    reached = [min(t) for t in zip(*(times for _, times in usable[:known]), strict=True)]
+    best = [min(t) for t in zip(*(times for _, times in usable), strict=True)]
+    while open and len(picked) < count:
         now = _loss(reached, best)
         losses = [
             (_loss(_least(reached, times), best), config.get("swap_ab", False), config.digest)
-            for config, times in left
+            for config, times in open
         ]
-        (loss, *_), place = min((each, place) for place, each in enumerate(losses))
+        (loss, *_), place = min((t, place) for place, t in enumerate(losses))
         if reached and now - loss < 1e-3:  # no gain is left: cover again with the remaining ones
             reached = []
             continue
-        config, times = left.pop(place)
-        chosen.append(config)
+        config, times = open.pop(place)
+        picked.append(config)
         reached = _least(reached, times)
-    return chosen
+    return picked
 
 
 def _least(reached: Sequence[float], times: Sequence[float]) -> list[float]:
@@ -238,8 +238,8 @@ def _compiled(config: Config) -> Config:
     """The compiled kernel of a config, without the parameters of a launch."""
     names = families()[config.family].runtime_parameters | {"packed_heads"}
     packed = {name: config[name] for name in ("packed_heads",) if config.get(name, 1) != 1}
-    rest = {name: value for name, value in config.params.items() if name not in names}
-    return Config(config.family, {**rest, **packed})
+    params = {name: value for name, value in config.params.items() if name not in names}
+    return Config(config.family, {**params, **packed})
 
 
 def _best(
@@ -250,21 +250,21 @@ def _best(
     """
     if family.supports(problem, gpu):
         return []
-    found: dict[Config, Config] = {}
+    best: dict[Config, Config] = {}
     space = sorted(family.space(problem, gpu), key=lambda c: family.predict_us(problem, c, gpu))
     for config in space:
-        found.setdefault(_compiled(config), config)
-        if len(found) == count:
+        best.setdefault(_compiled(config), config)
+        if len(best) == count:
             break
     divided = (c for c in space if is_narrow and c.get("tile_scheduler") == "StreamK")
-    return [*found.values(), *([first] if (first := next(divided, None)) is not None else [])]
+    return [*best.values(), *([first] if (first := next(divided, None)) is not None else [])]
 
 
 def _estimate(problem: Problem, kernel: Config, gpu: Gpu) -> float:
     """Estimated microseconds of a kernel's best variant; infinite without a legal one."""
     family = families()[kernel.family]
-    found = (family.predict_us(problem, one, gpu) for one in _variants(problem, kernel, gpu))
-    return min(found, default=math.inf)
+    times = (family.predict_us(problem, c, gpu) for c in _variants(problem, kernel, gpu))
+    return min(times, default=math.inf)
 
 
 def _variants(problem: Problem, kernel: Config, gpu: Gpu) -> Iterator[Config]:
@@ -277,9 +277,7 @@ def _variants(problem: Problem, kernel: Config, gpu: Gpu) -> Iterator[Config]:
     for way in ways:
         config = Config(kernel.family, {**kernel.params, **way})
         legal = [
-            one
-            for one in family.scheduled(problem, config, gpu)
-            if family.accepts(problem, one, gpu)
+            c for c in family.scheduled(problem, config, gpu) if family.accepts(problem, c, gpu)
         ]
         yield from sorted(legal, key=partial(family.predict_us, problem, gpu=gpu))[:SPLITS]
 

@@ -41,8 +41,8 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
     """Measurements of an operation in the store and in the shipped recordings."""
     from tuner.search.history import measured
 
-    known = measured(op, gpu, regime, store, with_finals=True)
-    return [m for rows in known.values() for m in rows]
+    quick = measured(op, gpu, regime, store, with_finals=True)
+    return [m for rows in quick.values() for m in rows]
 
 
 def of_shipped(found: Iterable[Measurement], gpu: Gpu | None = None) -> list[Measurement]:
@@ -57,19 +57,19 @@ def of_shipped(found: Iterable[Measurement], gpu: Gpu | None = None) -> list[Mea
     def kernel(config: Config) -> str:
         return families()[config.family].compile_digest(kernel_of(config))
 
-    known = {
-        (domain, kernel(one.config))
+    kernels = {
+        (domain, kernel(c.config))
         for portfolio in shipped()
         if gpu in (None, portfolio.gpu)
         for domain, models in portfolio.domains.items()
-        for one in models.candidates
-        if one.family is not None and not one.is_vendor
+        for c in models.candidates
+        if c.family is not None and not c.is_vendor
     }
     return [
         m
         for m in found
         if m.config.family in families()
-        and (is_vendor(m.config) or (domain_of(m.problem), kernel(m.config)) in known)
+        and (is_vendor(m.config) or (domain_of(m.problem), kernel(m.config)) in kernels)
     ]
 
 
@@ -100,33 +100,31 @@ def make(
             if domain is not None and domain.is_fitted:
                 by_domain[domain][regime].append(point)
     for domain, regimes in tuple(by_domain.items()):
-        for one in domain.filled:
-            if one not in by_domain:
-                by_domain[one] |= {regime: [] for regime in regimes}
-    made: dict[AnyDomain, DomainModels] = {}
+        for alike in domain.filled:
+            if alike not in by_domain:
+                by_domain[alike] |= {regime: [] for regime in regimes}
+    domains: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
         if not all(text in domain.label() for text in only):
             continue
-        by_use = sorted(
-            regimes, key=lambda one: (one.launch != "stream", -len(regimes[one]), str(one))
-        )
+        by_use = sorted(regimes, key=lambda r: (r.launch != "stream", -len(regimes[r]), str(r)))
         for regime in by_use:
             found = pooled(domain, regime, by_domain)
-            others = [p for one in domain.of_times for p in by_domain.get(one, {}).get(regime, ())]
+            more = [p for d in domain.of_times for p in by_domain.get(d, {}).get(regime, ())]
             without = domain.without_activation
             plain = [] if without is None else pooled(without, regime, by_domain)
-            models = _models(domain, regime, found, others, plain, gpu, kernels)
+            models = _models(domain, regime, found, more, plain, gpu, kernels)
             if models is not None:
-                made[domain] = models
+                domains[domain] = models
                 break
-    if not made:
+    if not domains:
         named = f" with {', '.join(only)} in its name" if only else ""
         raise ConfigError(
             f"no domain{named} has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
             "tuner sweep measures them"
         )
-    used = [[m for m in rows if domain_of(m.problem) in made] for rows in measured.values()]
-    return Portfolio(op, gpu, made, _origin(used))
+    used = [[m for m in rows if domain_of(m.problem) in domains] for rows in measured.values()]
+    return Portfolio(op, gpu, domains, _origin(used))
 
 
 def pooled(
@@ -139,24 +137,22 @@ def pooled(
     A point of another domain gains what this one's epilogue adds: the median of a family's pairs.
     """
     here = by_domain.get(domain, {}).get(regime, ())
-    known = {(one.problem.key, one.config): one.us for one in here}
-    found = list(here)
+    times = {(p.problem.key, p.config): p.us for p in here}
+    points = list(here)
     for other in domain.alike:
         if other == domain:
             continue
-        moved = [
-            (one, _moved(one, other, domain)) for one in by_domain.get(other, {}).get(regime, ())
-        ]
+        moved = [(p, _moved(p, other, domain)) for p in by_domain.get(other, {}).get(regime, ())]
         gaps: dict[str, list[float]] = defaultdict(list)
         for old, new in moved:
-            if (us := known.get((new.problem.key, new.config))) is not None:
+            if (us := times.get((new.problem.key, new.config))) is not None:
                 gaps[new.config.family].append(us - old.us)
-        added = {name: median(each) for name, each in gaps.items() if len(each) >= MIN_TWINS}
+        added = {name: median(g) for name, g in gaps.items() if len(g) >= MIN_TWINS}
         for old, new in moved:
-            if (new.problem.key, new.config) not in known:
+            if (new.problem.key, new.config) not in times:
                 us = max(old.us / 2, old.us + added.get(new.config.family, 0.0))
-                found.append(Point(new.problem, new.config, us))
-    return found
+                points.append(Point(new.problem, new.config, us))
+    return points
 
 
 def _moved(point: Point, old: AnyDomain, new: AnyDomain) -> Point:
@@ -175,8 +171,8 @@ def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
     for environment in {m.environment.digest: m.environment for m in rows}.values():
         for name in ORIGIN_FACTS & environment.facts.keys():
             facts[name].add(str(environment.facts[name]))
-    found = {name: sorted(values) for name, values in sorted(facts.items())}
-    return {"days": [days[0], days[-1]] if days else [], **found}
+    facts_of = {name: sorted(values) for name, values in sorted(facts.items())}
+    return {"days": [days[0], days[-1]] if days else [], **facts_of}
 
 
 def _models(
@@ -206,13 +202,13 @@ def _models(
         return None
     without = domain.without_activation
     judge = Judge(domain, regime, kernels, gpu, timed_kernels(without, plain) if without else ())
-    known = [kernel for kernel in own if judge.is_known(kernel)]
-    if not known:
+    usable = [kernel for kernel in own if judge.is_known(kernel)]
+    if not usable:
         return None
     count = domain.max_kernels if most is None else min(most, domain.max_kernels)
-    chosen = judge.cover(known, count)
+    picked = judge.cover(usable, count)
     rivals = frozenset() if domain.is_composed else domain.vendors
     vendors = [k for k in kernels if k.config.get("kernel") in rivals]
-    margin, regret = judge.margin(chosen, vendors)
-    candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]
+    margin, regret = judge.margin(picked, vendors)
+    candidates = [judge.candidate(kernel) for kernel in (*picked, *vendors)]
     return DomainModels(domain, regime, candidates, margin, regret)

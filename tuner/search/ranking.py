@@ -49,19 +49,19 @@ def finalists(
         kernels.setdefault(kernel(measurement.config), measurement)
         if _us(measurement) <= MAX_FAMILY_FACTOR * _us(own[0]):
             families.setdefault(measurement.config.family, measurement)
-    chosen = list(kernels.values())[: min(count, MIN_OWN)]
-    chosen += [m for m in own if m not in chosen][: count - len(chosen)]
-    chosen += [m for m in families.values() if m not in chosen]
+    best = list(kernels.values())[: min(count, MIN_OWN)]
+    best += [m for m in own if m not in best][: count - len(best)]
+    best += [m for m in families.values() if m not in best]
     if own:
         close = [m for m in kernels.values() if _us(m) <= (1 + NEAR) * _us(own[0])]
         most = max(near, min(MAX_NEAR, int(NEAR_US / _us(own[0])))) if near else 0
-        chosen += [m for m in close if m not in chosen][:most]
+        best += [m for m in close if m not in best][:most]
     named = Counter[str]()
     for m in passed:
         if is_vendor(m.config) and named[name := vendor_name(m.config)] < MAX_LISTED:
             named[name] += 1
-            chosen.append(m)
-    return chosen
+            best.append(m)
+    return best
 
 
 def rank(measured: Sequence[Measurement]) -> list[Measurement]:
@@ -74,15 +74,15 @@ def rank(measured: Sequence[Measurement]) -> list[Measurement]:
     Raises:
         ValueError: on a mixture of quick and final times, which cannot be compared.
     """
-    left = sorted((m for m in measured if m.ok), key=_us)
-    if len({m.is_final for m in left}) > 1:
+    passed = sorted((m for m in measured if m.ok), key=_us)
+    if len({m.is_final for m in passed}) > 1:
         raise ValueError("quick times and final times cannot be ranked together")
     ranking: list[Measurement] = []
-    while left:
-        tied = [m for m in left if is_tie(left[0], m)]
+    while passed:
+        tied = [m for m in passed if is_tie(passed[0], m)]
         first = min(tied, key=_tie_order)
         ranking.append(first)
-        left.remove(first)
+        passed.remove(first)
     return ranking
 
 

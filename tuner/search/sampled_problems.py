@@ -136,8 +136,8 @@ def _as_timed(problem: Any) -> Problem | None:
     types = {"dtype": "bfloat16"}
     if isinstance(problem, GemmProblem):
         types["dtype_d"] = "bfloat16"
-    found: Problem = replace(problem, **types)
-    return found
+    posed: Problem = replace(problem, **types)
+    return posed
 
 
 def _wanted(domain: AnyDomain) -> int:
@@ -165,11 +165,11 @@ def _called(
         return dict.fromkeys(
             made for layer in layers if (made := _gradient(layer, domain)) is not None
         )
-    found = dict(called.get(domain, ()))
+    calls = dict(called.get(domain, ()))
     if isinstance(domain, ProductDomain) and domain.epilogue != "bias":
         for other in domain.alike:
-            found.update(dict.fromkeys(map(domain.moved, called.get(other, ()))))
-    return found
+            calls.update(dict.fromkeys(map(domain.moved, called.get(other, ()))))
+    return calls
 
 
 def _gradient(layer: Any, domain: ProductDomain) -> Problem | None:
@@ -179,38 +179,38 @@ def _gradient(layer: Any, domain: ProductDomain) -> Problem | None:
         return None
     sizes = (m, k, n) if domain.gradient == "input" else (n, k, m)
     layout_a, layout_b = LAYOUTS[domain.gradient]
-    made = GemmProblem(*sizes, dtype=layer.dtype, layout_a=layout_a, layout_b=layout_b)
-    return made if domain_of(made) == domain else None
+    product = GemmProblem(*sizes, dtype=layer.dtype, layout_a=layout_a, layout_b=layout_b)
+    return product if domain_of(product) == domain else None
 
 
 def _taken(
     domain: AttentionDomain, called: Mapping[AttentionDomain, Mapping[AttentionProblem, None]]
 ) -> list[AttentionProblem]:
-    wanted = PROBLEMS[domain.head_dim] * (DECODED if domain.phase == "one" else 1)
+    count = PROBLEMS[domain.head_dim] * (DECODED if domain.phase == "one" else 1)
     own = list(called.get(domain, ()))
-    found = dict.fromkeys(_in_turn(domain, own, wanted // MIN_MODELS)[:wanted])
+    taken_here = dict.fromkeys(_in_turn(domain, own, count // MIN_MODELS)[:count])
     if domain.phase == "one" and len({domain.group(p)[:2] for p in own}) >= MIN_MODELS:
-        by_heads = list(found)[: round(wanted * (1 - BY_SIZE))]
-        found = dict.fromkeys([*by_heads, *_by_size(by_heads, own)][:wanted])
+        by_heads = list(taken_here)[: round(count * (1 - BY_SIZE))]
+        taken_here = dict.fromkeys([*by_heads, *_by_size(by_heads, own)][:count])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})
     related = [domain._replace(head_dim=width) for width in INSTANCES if width != domain.head_dim]
-    others = [problem for one in related for problem in called.get(one, ())]
+    more = [problem for d in related for problem in called.get(d, ())]
     if domain.has_softcap:  # few models have one
-        others += [
+        more += [
             replace(problem, softcap=SOFTCAP)
-            for one in (domain, *related)
-            for problem in called.get(one._replace(has_softcap=False), ())
+            for d in (domain, *related)
+            for problem in called.get(d._replace(has_softcap=False), ())
             if problem.heads_kv < problem.heads_q <= MAX_CAPPED * problem.heads_kv
         ]
-    for number, problem in enumerate(_in_turn(domain, others)):
-        if len(found) == wanted:
+    for number, problem in enumerate(_in_turn(domain, more)):
+        if len(taken_here) == count:
             break
         head_dim = widths[number % len(widths)]
         if problem.flops / problem.head_dim * head_dim <= MAX_FLOPS:
-            found[replace(problem, head_dim=head_dim)] = None
-    alone = sum(problem.heads_q == problem.heads_kv for problem in found)
-    further = [] if domain.has_softcap else _ungrouped(domain, [*own, *others], found)
-    return [*found, *further[: max(0, round(wanted * UNGROUPED) - alone)]]
+            taken_here[replace(problem, head_dim=head_dim)] = None
+    alone = sum(problem.heads_q == problem.heads_kv for problem in taken_here)
+    further = [] if domain.has_softcap else _ungrouped(domain, [*own, *more], taken_here)
+    return [*taken_here, *further[: max(0, round(count * UNGROUPED) - alone)]]
 
 
 def _ungrouped(
@@ -222,7 +222,7 @@ def _ungrouped(
         for problem in calls
         if problem.heads_q == problem.heads_kv
     )
-    fitting = [one for one in single if one.flops <= MAX_FLOPS and one not in known]
+    fitting = [p for p in single if p.flops <= MAX_FLOPS and p not in known]
     return _in_turn(domain, list(dict.fromkeys(fitting)))
 
 
@@ -236,12 +236,12 @@ def _by_size(
     def kind(problem: AttentionProblem) -> tuple[int, int]:
         return problem.bytes.bit_length() // 2, problem.heads_q // problem.heads_kv
 
-    seen = {kind(problem) for problem in taken}
-    others: dict[tuple[int, int], AttentionProblem] = {}
+    kinds = {kind(problem) for problem in taken}
+    sizes: dict[tuple[int, int], AttentionProblem] = {}
     for problem in found:
-        if kind(problem) not in seen and problem.bytes <= MAX_DECODED_BYTES:
-            others.setdefault(kind(problem), problem)
-    return [others[key] for key in sorted(others, key=lambda key: (-key[0], key[1]))]
+        if kind(problem) not in kinds and problem.bytes <= MAX_DECODED_BYTES:
+            sizes.setdefault(kind(problem), problem)
+    return [sizes[key] for key in sorted(sizes, key=lambda key: (-key[0], key[1]))]
 
 
 def _in_turn(domain: AnyDomain, found: Sequence[_P], most: int | None = None) -> list[_P]:
@@ -266,15 +266,15 @@ def _spread_out(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
     over widths of layers, and the one farthest from all before in the logarithms of its sizes.
     """
     ordered: list[_P] = []
-    left = {problem: [math.log(size) for size in domain.sizes(problem)[:3]] for problem in
+    open = {problem: [math.log(size) for size in domain.sizes(problem)[:3]] for problem in
             _in_turn(domain, found)}  # fmt: skip
-    far = dict.fromkeys(left, math.inf)
-    while left:
+    far = dict.fromkeys(open, math.inf)
+    while open:
         is_next = len(ordered) % 2 == 0
-        chosen = next(iter(left)) if is_next else max(left, key=far.__getitem__)
-        place = left.pop(chosen)
-        ordered.append(chosen)
-        for problem, other in left.items():
+        pick = next(iter(open)) if is_next else max(open, key=far.__getitem__)
+        place = open.pop(pick)
+        ordered.append(pick)
+        for problem, other in open.items():
             far[problem] = min(far[problem], math.dist(place, other))
     return ordered
 

@@ -256,14 +256,14 @@ class GroupStudy:
         A parameter that does not apply to the values chosen so far is not suggested.
         """
         trial = self.study.ask()
-        left, legal = list(self.groups.features), True
+        keys, legal = list(self.groups.features), True
         for name, distribution in self.groups.distributions.items():
-            if all(name not in self.groups.features[key] for key in left):
+            if all(name not in self.groups.features[key] for key in keys):
                 continue
             choice = trial.suggest_categorical(name, distribution.choices)
-            kept = [key for key in left if self.groups.features[key].get(name, ABSENT) == choice]
-            left, legal = kept or left, legal and bool(kept)
-        return trial, left[0] if legal else None
+            fitting = [key for key in keys if self.groups.features[key].get(name, ABSENT) == choice]
+            keys, legal = fitting or keys, legal and bool(fitting)
+        return trial, keys[0] if legal else None
 
     def _reject(self, trial: optuna.Trial, key: str | None) -> None:
         """End a trial that cannot be evaluated; the budget is not charged."""
@@ -325,7 +325,7 @@ class PositionStudy(GroupStudy):
             seed: seed of random draws.
         """
         choices = {n: list(d.choices) for n, d in groups.distributions.items()}
-        self._last = {name: len(kept) - 1 for name, kept in choices.items() if len(kept) > 1}
+        self._last = {name: len(values) - 1 for name, values in choices.items() if len(values) > 1}
         self._positions = {
             key: {
                 name: choices[name].index(groups.params(key).get(name, choices[name][0])) * 1.0
@@ -377,7 +377,7 @@ def choices_of(features: Sequence[Features]) -> dict[str, tuple[Value, ...]]:
         for row in features:
             context = tuple(row.get(earlier, ABSENT) for earlier in names[:position])
             presence.setdefault(context, set()).add(name in row)
-        if any(len(seen) == 2 for seen in presence.values()):
+        if any(len(kinds) == 2 for kinds in presence.values()):
             ordered.append(ABSENT)
         choices[name] = tuple(ordered)
     return choices

@@ -51,10 +51,10 @@ class CompileTimes:
         The mean remainder of the known durations above `elapsed_s`. If there is none, half of
         `elapsed_s`.
         """
-        known = self._known.get(family)
-        if not known:
+        times = self._known.get(family)
+        if not times:
             return max(FALLBACK_S - elapsed_s, elapsed_s / 2)
-        longer = [seconds for seconds in known if seconds > elapsed_s]
+        longer = [seconds for seconds in times if seconds > elapsed_s]
         return statistics.fmean(longer) - elapsed_s if longer else elapsed_s / 2
 
 
@@ -104,8 +104,8 @@ def queued(left_s: Sequence[float], waiting: Sequence[float]) -> list[float]:
         waiting: durations of the waiting compiles, seconds.
     """
     free = sorted(left_s) or [0.0]
-    found = []
+    keys = []
     for seconds in waiting:
-        found.append(free.pop(0) + seconds)
-        bisect.insort(free, found[-1])
-    return found
+        keys.append(free.pop(0) + seconds)
+        bisect.insort(free, keys[-1])
+    return keys

@@ -74,8 +74,8 @@ def open_storage(url: str | None, note: Callable[[str], None]) -> Iterator[Study
         ConfigError: when the URL cannot be read.
         StoreError: when the storage cannot be opened or belongs to another program.
     """
-    chosen = url or settings.optuna_storage()
-    storage = StudyStorage(chosen, note) if chosen else None
+    place = url or settings.optuna_storage()
+    storage = StudyStorage(place, note) if place else None
     try:
         yield storage
     finally:

@@ -257,14 +257,14 @@ class Search:
         None when the budget or every space is used up, or no expected gain is worth a compile.
         """
         for member in self.members:
-            if (rest := member.take_survivor()) is not None:
-                return rest
+            if (group := member.take_survivor()) is not None:
+                return group
         if self.spent >= self.total:
             return None
         if any(member.surrogate is None for member in self.members):
             return self._ask_in_turn()
-        chosen = self._offered({})
-        return None if chosen is None else chosen[0].take()
+        pick = self._offered({})
+        return None if pick is None else pick[0].take()
 
     def ask_compiled(self, compiled: Collection[Place]) -> list[Config] | None:
         """Configs of the compiled group with the largest expected gain, beside the budget: it costs
@@ -289,8 +289,8 @@ class Search:
                     offers.append((gains[best], member, best))
         if not offers:
             return None
-        _, chosen, key = max(offers, key=lambda offer: offer[0])
-        return chosen.take_extra(key)
+        _, pick, key = max(offers, key=lambda offer: offer[0])
+        return pick.take_extra(key)
 
     def take(self, config: Config) -> list[Config]:
         """Start the group of a config out of order; returns its configs to measure."""
@@ -312,21 +312,21 @@ class Search:
 
     def first_groups(self) -> list[list[Config]]:
         """Groups that `ask` will return first, which may be compiled before the search."""
-        left = self.total - self.spent
+        budget = self.total - self.spent
         groups: list[list[Config]] = []
         if any(member.surrogate is None for member in self.members):
             for member in self.members:
-                wanted = self._wanted(member) - member.started
-                taken = member.open[: max(0, min(wanted, left - len(groups)))]
-                groups += [member.missing(key) for key in taken]
+                count = self._wanted(member) - member.started
+                keys = member.open[: max(0, min(count, budget - len(groups)))]
+                groups += [member.missing(key) for key in keys]
             return groups
         taken_of: dict[str, list[str]] = {}
-        wanted = max(self.seeds * len(self.members), min(self.at_once, 2 * LEADING))
-        while len(groups) < min(left, wanted):
-            chosen = self._offered(taken_of)
-            if chosen is None:
+        count = max(self.seeds * len(self.members), min(self.at_once, 2 * LEADING))
+        while len(groups) < min(budget, count):
+            pick = self._offered(taken_of)
+            if pick is None:
                 break
-            member, key = chosen
+            member, key = pick
             taken_of.setdefault(member.family.name, []).append(key)
             groups.append(member.missing(key))
         return groups
@@ -346,20 +346,20 @@ class Search:
             if member.surrogate is not None
             for key in member.open
         }
-        known = [means[name, key] for name, keys in taken.items() for key in keys]
+        values = [means[name, key] for name, keys in taken.items() for key in keys]
         measured = self.best_us
-        if not known and math.isinf(measured):
+        if not values and math.isinf(measured):
             slowest = max(means.values(), default=0.0)
             return {place: COLD_START + slowest - mean for place, mean in means.items()}
-        best = min([*known, *([math.log(measured)] if math.isfinite(measured) else [])])
-        found: dict[tuple[str, str], float] = {}
+        best = min([*values, *([math.log(measured)] if math.isfinite(measured) else [])])
+        worth: dict[tuple[str, str], float] = {}
         for member in self.members:
             assumed = taken.get(member.family.name, ())
             keys = [key for key in member.open if key not in assumed]
             if keys and member.surrogate is not None:
                 gains = member.surrogate.gains(keys, best, [*member.underway, *assumed])
-                found |= {(member.family.name, key): gain for key, gain in gains.items()}
-        return found
+                worth |= {(member.family.name, key): gain for key, gain in gains.items()}
+        return worth
 
     @property
     def is_modelled(self) -> bool:
@@ -409,8 +409,8 @@ class Search:
             if keys and member.surrogate is not None:
                 found = member.surrogate.gains(keys, math.log(self.best_us))
                 gains |= {(member.family.name, key): gain for key, gain in found.items()}
-        chosen = sorted(gains, key=lambda place: -gains[place])[:MAX_JUDGED]
-        return -math.expm1(-self.joint_gains(chosen)[-1]) if chosen else 0.0
+        top = sorted(gains, key=lambda place: -gains[place])[:MAX_JUDGED]
+        return -math.expm1(-self.joint_gains(top)[-1]) if top else 0.0
 
     # By expected gain
 

@@ -90,19 +90,19 @@ class Surrogate:
         self._mean: Array = np.log([predicted[key] for key in features])
         self._covariance = _config_covariance(rows, rows)
         self._surprises: list[float] = []
-        chosen = _nearest(problem, past)
-        if chosen:
-            known = [row for one in chosen for row in one.features]
-            owner = np.repeat(np.arange(len(chosen)), [len(one.features) for one in chosen])
-            between = np.array([[_likeness(a.problem, b.problem) for b in chosen] for a in chosen])
-            among = SAME_PROBLEM * np.array([_likeness(problem, one.problem) for one in chosen])
-            covariance = _config_covariance(known, known) * between[np.ix_(owner, owner)]
-            noise = np.array([NOISE if one.problem == problem else PAST_NOISE for one in chosen])
+        near = _nearest(problem, past)
+        if near:
+            rows_of = [row for p in near for row in p.features]
+            owner = np.repeat(np.arange(len(near)), [len(p.features) for p in near])
+            between = np.array([[_likeness(a.problem, b.problem) for b in near] for a in near])
+            among = SAME_PROBLEM * np.array([_likeness(problem, p.problem) for p in near])
+            covariance = _config_covariance(rows_of, rows_of) * between[np.ix_(owner, owner)]
+            noise = np.array([NOISE if p.problem == problem else PAST_NOISE for p in near])
             covariance[np.diag_indices_from(covariance)] += noise[owner] ** 2
-            shared = _config_covariance(rows, known) * among[owner]
+            shared = _config_covariance(rows, rows_of) * among[owner]
             root = np.linalg.cholesky(covariance)
             half = np.linalg.solve(root, shared.T)
-            errors = np.concatenate([one.errors for one in chosen])
+            errors = np.concatenate([p.errors for p in near])
             self._mean = self._mean + half.T @ np.linalg.solve(root, errors)
             self._covariance = self._covariance - half.T @ half
 
@@ -209,10 +209,10 @@ def _likeness(first: Problem, second: Problem) -> float:
 
 def _nearest(problem: Problem, past: Iterable[Past]) -> list[Past]:
     """Results of the nearest problems, at most `MAX_PAST` of them."""
-    chosen: list[Past] = []
-    left = MAX_PAST
-    for one in sorted(past, key=lambda one: (doublings(problem, one.problem), one.problem.key)):
-        if one.errors and len(one.errors) <= left:
-            chosen.append(one)
-            left -= len(one.errors)
-    return chosen
+    near: list[Past] = []
+    room = MAX_PAST
+    for one in sorted(past, key=lambda p: (doublings(problem, p.problem), p.problem.key)):
+        if one.errors and len(one.errors) <= room:
+            near.append(one)
+            room -= len(one.errors)
+    return near

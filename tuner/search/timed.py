@@ -83,7 +83,7 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
 
     Launches are hidden (`Family.overlapped`). A time without that counts where there is none with.
     """
-    found: dict[tuple[str, str], Point] = {}
+    points: dict[tuple[str, str], Point] = {}
     exposed: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
@@ -94,9 +94,9 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
         counts = family.splits(problem, m.config, gpu)
         if counts and m.config.get("splits", 1) <= max(1, *counts):
             config = family.overlapped(m.config)
-            into = found if config == m.config else exposed
+            into = points if config == m.config else exposed
             into[problem.key, config.digest] = Point(problem, config, m.latency_us)
-    return list({**exposed, **found}.values())
+    return list({**exposed, **points}.values())
 
 
 def timed_kernels(

@@ -165,8 +165,8 @@ class BlockScaledGemm(StridedProduct):
         if reason := operands_conflict(problem, strides):
             return reason
         free = [operand.name for operand in problem.operands[:4]]
-        if others := strides.keys() - set(free):
-            return f"{', '.join(sorted(others))}: only {', '.join(free)} have free strides"
+        if fixed := strides.keys() - set(free):
+            return f"{', '.join(sorted(fixed))}: only {', '.join(free)} have free strides"
         a_block, a_row = strides.get(free[2], (0, 1))[-2:]
         if "tma_factors" in config.params and (a_row != 1 or a_block % SCALE_ROWS):
             return f"scale_a's strides {a_block}, {a_row} are not TMA's (tma_factors)"

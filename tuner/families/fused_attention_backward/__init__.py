@@ -178,8 +178,8 @@ class FusedAttentionBackward(Family):
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
         if sharing_groups(problem.head_dim) > 1:
             return head_dim // 2 + max(tile_m // 2 + tile_m // 4, of_dq + tile_m // 4)
-        held = int(config["v_registers"]) * head_dim // 400
-        return head_dim + held + max(tile_m, of_dq + tile_m // 2)
+        kept_v = int(config["v_registers"]) * head_dim // 400
+        return head_dim + kept_v + max(tile_m, of_dq + tile_m // 2)
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
@@ -198,11 +198,11 @@ class FusedAttentionBackward(Family):
         is_direct, is_shared = config["dq"] == "direct", sharing > 1
         parts += 4 * tile_m * keys if is_shared else 0
         parts += (1024 if is_shared else 0) if is_direct else 4 * tile_m * head_dim
-        rest = 128 * (int(is_direct) + 1) if not is_shared else 0
-        rest += sum(_rounded_up(4 * stages * rows, 128) for rows in (tile_m + 4, tile_m))
+        bar = 128 * (int(is_direct) + 1) if not is_shared else 0
+        bar += sum(_rounded_up(4 * stages * rows, 128) for rows in (tile_m + 4, tile_m))
         adders = 2 if config["dq"] == "ordered" else 1
-        rest += 8 * (4 + 4 * stages + 2 * ds_stages + (adders + 1) * groups)
-        return parts + _rounded_up(rest, 1024)
+        bar += 8 * (4 + 4 * stages + 2 * ds_stages + (adders + 1) * groups)
+        return parts + _rounded_up(bar, 1024)
 
     def _groups(self, problem: AttentionBackwardProblem, gpu: Gpu) -> Iterator[list[Config]]:
         """Candidates that can win. One warp group only for few keys; the transposed product for dQ
@@ -214,10 +214,10 @@ class FusedAttentionBackward(Family):
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
-        held = (0, 50, 100) if sharing == 1 else (0,)
-        orders: tuple[Sequence[Value], ...] = ((False, True), (0, 50, 100), held)
+        in_v = (0, 50, 100) if sharing == 1 else (0,)
+        orders: tuple[Sequence[Value], ...] = ((False, True), (0, 50, 100), in_v)
         if sharing > 1:
-            orders = ((False,), (0,), held)
+            orders = ((False,), (0,), in_v)
         every = product(*orders)
         levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, every)
         for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates, stays in product(
@@ -238,8 +238,8 @@ class FusedAttentionBackward(Family):
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = _backward(problem)
         producer, consumer = REGISTERS[config["warp_groups"]]
-        left = {*self.runtime_parameters, "persistent"}
-        compiled = {k: v for k, v in config.params.items() if k not in left}
+        apart = {*self.runtime_parameters, "persistent"}
+        compiled = {k: v for k, v in config.params.items() if k not in apart}
         variables = {
             **compiled,
             "dtype": problem.dtype,
@@ -300,11 +300,11 @@ class FusedAttentionBackward(Family):
         if config["dq"] == "ordered":
             step_us *= 1 + constants["ordered"]
         blocks = -(-problem.seqlen_kv // keys) * problem.batch * problem.heads_kv
-        seen = problem.forward.pairs / (problem.seqlen_q * problem.seqlen_kv)
+        density = problem.forward.pairs / (problem.seqlen_q * problem.seqlen_kv)
         rows = -(-problem.seqlen_q // tile_m)
-        each = max(1.0, rows * seen + 0.5) * problem.heads_q / problem.heads_kv
+        steps = max(1.0, rows * density + 0.5) * problem.heads_q / problem.heads_kv
         waves = max(1.0, blocks / gpu.sm_count)
-        block_us = constants["block_clocks"] / clock_mhz + each * step_us
+        block_us = constants["block_clocks"] / clock_mhz + steps * step_us
         moved = 12 * problem.batch * problem.heads_q * problem.seqlen_q * head_dim
         around_us = constants["rows_us"] + moved / gpu.memory_gbs / 1e3
         return float(GRAPH_LAUNCH_US + around_us + waves * block_us)
@@ -332,7 +332,7 @@ def _rounded_up(count: int, unit: int) -> int:
 
 def _matrices(problem: AttentionBackwardProblem) -> list[Operand]:
     """Operands whose strides are launch arguments, in order."""
-    return [one for one in problem.operands if one.name not in ("logsumexp", *STARTS)]
+    return [o for o in problem.operands if o.name not in ("logsumexp", *STARTS)]
 
 
 def _backward(problem: Problem) -> AttentionBackwardProblem:

@@ -211,16 +211,16 @@ def work(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> tuple[float,
     problem = AttentionBackwardProblem.of(problem.forward.evened, problem.is_deterministic)
     columns = instance(problem.head_dim)
     queries, keys = (-(-n // _TILE) * _TILE for n in (problem.seqlen_q, problem.seqlen_kv))
-    pairs, seen = float(queries * keys), queries
+    pairs, rows = float(queries * keys), queries
     if problem.is_windowed:
         pairs = min(pairs, float(problem.forward.pairs + _TILE * queries))
-        seen = min(queries, sum(problem.visible) + 2 * _TILE)
+        rows = min(queries, sum(problem.visible) + 2 * _TILE)
     elif problem.is_causal:
         pairs = min(pairs, pairs / 2 + _TILE * max(queries, keys) / 2)
     flops = 10 * problem.batch * problem.heads_q * pairs * columns
     if name == "own":
         group = problem.heads_q // problem.heads_kv
-        flops = max(flops, 10.0 * group * seen * block_keys(problem) * columns * gpu.sm_count)
+        flops = max(flops, 10.0 * group * rows * block_keys(problem) * columns * gpu.sm_count)
     # The fp32 sums of dQ are written as zeros before, and read at the end.
     moved = problem.bytes + 8 * problem.batch * problem.heads_q * problem.seqlen_q * columns
     if name != "own" and problem.heads_q != problem.heads_kv:
@@ -275,18 +275,18 @@ def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
     own = KERNELS.get(kind)
     if own is not None and (not kind.is_plain or problem.flops >= MIN_FLOPS):
         candidates["own"] = placed(own, problem, gpu)
-    found = []
+    ranked = []
     for name, config in candidates.items():
         us = expected_us(name, problem, gpu)
         if us < MARGIN * bound_us and families()[config.family].accepts(problem, config, gpu):
-            found.append((us, config))
+            ranked.append((us, config))
     if kind.is_plain and not kind.is_deterministic and problem.heads_q == problem.heads_kv:
         # FlashAttention-3 was faster at every such problem of the fit; the costs miss one by 20 %.
-        found.sort(key=lambda one: (one[1].family != vendors.name, one[0]))
+        ranked.sort(key=lambda one: (one[1].family != vendors.name, one[0]))
     else:
-        found.sort(key=lambda one: one[0])
+        ranked.sort(key=lambda one: one[0])
     doubts = ("chosen by the rule of attention's gradients",)
-    return RuleSelection(tuple(found), Regime(), doubts) if found else None
+    return RuleSelection(tuple(ranked), Regime(), doubts) if ranked else None
 
 
 @cache

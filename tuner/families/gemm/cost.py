@@ -243,10 +243,10 @@ def _loaded_bytes(
         l2: bytes of the L2 that inputs can keep.
     """
     tiles, wide, tile_bytes = major
-    others, high, other_bytes = minor
+    many, high, other_bytes = minor
     length = tiles // wide
-    clusters, wave = length * (others // high), max(1, blocks // (wide * high))
-    one, band = wide * tile_bytes, swizzle * high * other_bytes
+    clusters, wave = length * (many // high), max(1, blocks // (wide * high))
+    wide_bytes, band = wide * tile_bytes, swizzle * high * other_bytes
     loaded, before, in_l2 = 0, (range(0), range(0)), False
     for first in range(0, clusters, wave):
         low, position = divmod(first, length * swizzle)
@@ -255,9 +255,9 @@ def _loaded_bytes(
         walked = range(length)
         if len(bands) == 1:
             walked = range(position // swizzle, end // swizzle + 1)
-        new = whole = len(walked) * one + len(bands) * band
+        new = whole = len(walked) * wide_bytes + len(bands) * band
         if in_l2:
-            new -= _common(walked, before[0]) * one + _common(bands, before[1]) * band
+            new -= _common(walked, before[0]) * wide_bytes + _common(bands, before[1]) * band
         loaded += new
         before, in_l2 = (walked, bands), whole <= l2
     return loaded

@@ -100,10 +100,10 @@ class ProductDomain(_Product, Domain):
         if gradient is None or (gradient and (rows != "wide" or problem.epilogue)):
             return None
         key = rows, problem.epilogue, gradient
-        found: Self | None = _known.get(key)
-        if found is None:
-            found = _known[key] = cls(*key)
-        return found
+        domain: Self | None = _known.get(key)
+        if domain is None:
+            domain = _known[key] = cls(*key)
+        return domain
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class ProductDomain(_Product, Domain):
         best (68 layers, H200, 27 November 2026).
         """
         if _is_activated(self.epilogue):
-            yield from (one for one in self.alike if one != self)
+            yield from (d for d in self.alike if d != self)
 
     def moved(self, problem: Any) -> Any:
         return replace(problem, epilogue=self.epilogue)

@@ -52,7 +52,7 @@ class ProductDraw(Draw):
             "k": [*self._edges(depth, ALIGNED), DEEP],
             "fills_chip": (False, True),
             "apart": _APART[:1] if isinstance(launches, str) else _APART,
-            "schedule": [one for one in schedules(family) if self._config(self._usual, one)],
+            "schedule": [s for s in schedules(family) if self._config(self._usual, s)],
         }
 
     def _edges(self, tile: int, step: int = 0) -> list[int]:

@@ -144,8 +144,8 @@ def _epilogue_violations(problem: GemmProblem, config: Config) -> list[str]:
     # (epilogue/collective/builders/sm90_builder.inl).
     if config["epilogue_schedule"] != NO_SMEM:
         return []
-    wanted = {"epilogue": problem.epilogue, "scales": problem.scales}
-    return [f"{NO_SMEM} has no {name}={value}" for name, value in wanted.items() if value]
+    parts = {"epilogue": problem.epilogue, "scales": problem.scales}
+    return [f"{NO_SMEM} has no {name}={value}" for name, value in parts.items() if value]
 
 
 def _problem_violations(problem: GemmProblem, config: Config) -> list[str]:

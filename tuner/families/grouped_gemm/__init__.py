@@ -118,12 +118,12 @@ class GroupedGemm(Family):
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         groups = _grouped(problem)
-        one = _one_group(groups)
-        each = [
-            gemm_work(replace(one, m=rows), as_gemm(config), gpu) for rows in groups.rows if rows
+        whole = _one_group(groups)
+        works = [
+            gemm_work(replace(whole, m=rows), as_gemm(config), gpu) for rows in groups.rows if rows
         ]
         _, smem = smem_bytes(groups, config)
-        return (replace(work_of_groups(each, KERNEL), smem_bytes=smem),)
+        return (replace(work_of_groups(works, KERNEL), smem_bytes=smem),)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Nearly the longer of two times. The first is `gemm`'s estimate without memory, of a

@@ -103,7 +103,7 @@ def serves(problem: GroupedGemmProblem, gpu: Gpu) -> bool:
 
 def select(problem: GroupedGemmProblem, gpu: Gpu) -> RuleSelection | None:
     """The rule's kernels for a problem; None when none takes it."""
-    found = []
+    ranked = []
     for config, known in KERNELS.get(problem.dtype, {}).items():
         member = families()[config.family]
         if not member.accepts(problem, config, gpu):
@@ -112,8 +112,8 @@ def select(problem: GroupedGemmProblem, gpu: Gpu) -> RuleSelection | None:
             us = grouped_estimate_us(problem, config, gpu, known)
         else:
             us = known * member.predict_us(problem, config, gpu)
-        found.append((us, config))
-    return RuleSelection.of(found, "chosen by the rule of grouped products")
+        ranked.append((us, config))
+    return RuleSelection.of(ranked, "chosen by the rule of grouped products")
 
 
 @cache

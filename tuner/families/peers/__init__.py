@@ -183,10 +183,10 @@ class Vendor(Family):
             return _sentence(kernel, exc, [])
         if isinstance(call, str) or not self.is_tried or (config, problem) in _served:
             return call
-        made = tried(call, problem, kernel, "cuda")
-        if not isinstance(made, str):
+        ready = tried(call, problem, kernel, "cuda")
+        if not isinstance(ready, str):
             _served.add((config, problem))
-        return made
+        return ready
 
 
 class ListedVendor(Vendor):
@@ -279,8 +279,8 @@ def off_rows(problem: Problem, strides: Strides | None = None) -> str:
         size = DTYPE_BYTES[operand.dtype]
         *rows, columns = [step if n > 1 else 0 for n, step in zip(operand.shape, own, strict=True)]
         if columns > 1 or any(step * size % TMA_ALIGNMENT_BYTES for step in rows):
-            wanted = f"1 along rows, else multiples of {TMA_ALIGNMENT_BYTES} bytes"
-            return f"strides {own} of {operand.name} (allowed: {wanted})"
+            allowed = f"1 along rows, else multiples of {TMA_ALIGNMENT_BYTES} bytes"
+            return f"strides {own} of {operand.name} (allowed: {allowed})"
     return ""
 
 
@@ -298,7 +298,7 @@ def tried(
         dtype = getattr(torch, operand.dtype)
         return torch.empty_strided(operand.shape, operand.strides, dtype=dtype, device=device)
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         try:
             with torch.no_grad():
@@ -306,11 +306,11 @@ def tried(
             if device == "cuda":
                 torch.cuda.synchronize()
         except FAILURES as exc:
-            return _sentence(kernel, exc, [str(warning.message) for warning in said])
+            return _sentence(kernel, exc, [str(warning.message) for warning in notes])
     outs = out if isinstance(out, tuple) else (out,)
-    found = ", ".join(f"{str(o.dtype).removeprefix('torch.')} {tuple(o.shape)}" for o in outs)
-    wanted = ", ".join(f"{o.dtype} {o.shape}" for o in problem.outputs)
-    return call if found == wanted else f"{kernel} returned {found}, not {wanted}"
+    came = ", ".join(f"{str(o.dtype).removeprefix('torch.')} {tuple(o.shape)}" for o in outs)
+    due = ", ".join(f"{o.dtype} {o.shape}" for o in problem.outputs)
+    return call if came == due else f"{kernel} returned {came}, not {due}"
 
 
 def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
@@ -336,8 +336,8 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
         function.__defaults__,
         function.__closure__,
     )
-    made: Callable[..., Any] = torch.compile(own, mode=mode, dynamic=False, fullgraph=True)
-    return made
+    result: Callable[..., Any] = torch.compile(own, mode=mode, dynamic=False, fullgraph=True)
+    return result
 
 
 def allocated(
@@ -394,8 +394,8 @@ def _sentence(kernel: str, exc: BaseException, said: Sequence[str]) -> str:
 
 def _beginning(text: str) -> str:
     """The first line, and the next one where it only announces that."""
-    first, *others = text.splitlines()
-    return f"{first} {others[0]}" if first.endswith(":") and others else first
+    first, *more = text.splitlines()
+    return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
 @cache
@@ -404,9 +404,9 @@ def installed_versions() -> dict[str, str]:
 
     Read from the packages' metadata, so that `tuner lookup` can compare without importing torch.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for fact, names in PACKAGES.items():
         for name in names:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found.setdefault(fact, version_of(name))
-    return found
+                versions.setdefault(fact, version_of(name))
+    return versions

@@ -268,9 +268,9 @@ def widened(elements: Any, scale: Any) -> Any:
     import torch
 
     rows, columns = elements.shape
-    each = scale.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
-    each = each if each.shape[0] == rows else each.repeat_interleave(SCALE_BLOCK, 0)[:rows]
-    return (elements.float() * each).to(torch.bfloat16)
+    factor = scale.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
+    factor = factor if factor.shape[0] == rows else factor.repeat_interleave(SCALE_BLOCK, 0)[:rows]
+    return (elements.float() * factor).to(torch.bfloat16)
 
 
 def _of_wide_operands(problem: GemmProblem) -> Callable[..., Any]:
@@ -312,12 +312,12 @@ def as_in_a_model(problem: GemmProblem) -> Callable[..., Any]:
     has_bias, finish = problem.has_bias, epilogue(replace(problem, epilogue=_after_bias(problem)))
 
     def call(a: Any, b: Any, *others: Any) -> Any:
-        left = [other[0] if other.dim() == 3 else other for other in others]
+        tail = [other[0] if other.dim() == 3 else other for other in others]
         if has_bias:
-            d = torch.addmm(left.pop(0), a[0], b[0])
+            d = torch.addmm(tail.pop(0), a[0], b[0])
         else:
             d = torch.mm(a[0], b[0])
-        return finish(d, *left).unsqueeze(0)
+        return finish(d, *tail).unsqueeze(0)
 
     return call
 
@@ -331,8 +331,8 @@ def addmm(problem: GemmProblem) -> Callable[..., Any]:
     """As `unfused`, with the bias (else the residual) added by the product's own call."""
     import torch
 
-    left = _after_bias(problem) if problem.has_bias else ""
-    finish = epilogue(replace(problem, epilogue=left))
+    after = _after_bias(problem) if problem.has_bias else ""
+    finish = epilogue(replace(problem, epilogue=after))
 
     def call(a: Any, b: Any, added: Any, *others: Any) -> Any:
         first = added if problem.has_bias else added[0]

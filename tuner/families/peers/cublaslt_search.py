@@ -42,8 +42,8 @@ class VendorCublasltSearch(ListedVendor):
         if not isinstance(problem, GemmProblem):
             return ""
         if problem.epilogue not in lt.EPILOGUES:
-            known = ", ".join(filter(None, lt.EPILOGUES))
-            return f"{kernel} has no epilogue {problem.epilogue} (allowed: {known})"
+            names = ", ".join(filter(None, lt.EPILOGUES))
+            return f"{kernel} has no epilogue {problem.epilogue} (allowed: {names})"
         if problem.scales and problem.dtype != E4M3:
             return f"{kernel} takes factors of {E4M3}, not of {problem.dtype}"
         if problem.scales == "block":
@@ -60,26 +60,26 @@ class VendorCublasltSearch(ListedVendor):
             return []
         most = WORKSPACE_BYTES if max_workspace is None else min(max_workspace, WORKSPACE_BYTES)
         product, version = _product(problem), self.version()
-        found: dict[Config, None] = {}
-        for one in product.heuristics(COUNT, most):
-            numbers = product.attributes(one.algorithm)
+        listed: dict[Config, None] = {}
+        for result in product.heuristics(COUNT, most):
+            numbers = product.attributes(result.algorithm)
             if max(numbers.values()) <= MAX_INTEGER:
-                found.setdefault(
+                listed.setdefault(
                     Config(self.name, {"kernel": KERNEL, **numbers, "version": version})
                 )
-        return list(found)
+        return list(listed)
 
     def rebuilt(
         self, problem: GemmProblem, config: Config, scale: float
     ) -> Callable[..., Any] | str:
         product = _product(problem)
         if "algorithm" in config.params:
-            chosen = product.rebuilt({name: config[name] for name in lt.ATTRIBUTES})
+            algorithm = product.rebuilt({name: config[name] for name in lt.ATTRIBUTES})
         else:
-            chosen = product.heuristics(1, WORKSPACE_BYTES)[0]
-        if chosen.workspace_bytes > WORKSPACE_BYTES:
-            return f"{KERNEL} needs {chosen.workspace_bytes} bytes (allowed: {WORKSPACE_BYTES})"
-        return called(problem, product, chosen)
+            algorithm = product.heuristics(1, WORKSPACE_BYTES)[0]
+        if algorithm.workspace_bytes > WORKSPACE_BYTES:
+            return f"{KERNEL} needs {algorithm.workspace_bytes} bytes (allowed: {WORKSPACE_BYTES})"
+        return called(problem, product, algorithm)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """As cuBLAS's product in one kernel."""

@@ -72,7 +72,7 @@ class CudnnGraph:
     def compose(self) -> None:
         """Add the operands, each by its place from 1, and the operation."""
         *inputs, last = self.problem.operands
-        query, key, value, *bias = (self.tensor(one, uid) for uid, one in enumerate(inputs, 1))
+        query, key, value, *bias = (self.tensor(o, uid) for uid, o in enumerate(inputs, 1))
         options = {"bias": bias[0]} if bias else {}
         out, _ = self.graph.sdpa(
             name="attention",
@@ -119,14 +119,14 @@ class CudnnGraph:
         """
         graph = self.graph
         graph.create_execution_plans([getattr(self.cudnn.heur_mode, heuristic)])
-        found = []
+        plans = []
         for index in range(graph.get_execution_plan_count()):
             engine, values = graph.get_engine_and_knobs_at_index(index)
             knobs = {kind.name.lower(): int(value) for kind, value in values.items()}
             if engine >= 0 and knobs.keys() <= set(KNOBS) and min(knobs.values(), default=0) >= 0:
                 is_unified = self.implementation == IMPLEMENTATIONS[True]
-                found.append(PlanName(int(engine), tuple(sorted(knobs.items())), is_unified))
-        return found
+                plans.append(PlanName(int(engine), tuple(sorted(knobs.items())), is_unified))
+        return plans
 
     def built(self, engine: int, knobs: Mapping[str, int]) -> CudnnPlan:
         """The plan of an engine and its knobs, compiled."""
@@ -181,18 +181,18 @@ def names(cudnn: Any, problem: AttentionProblem, scale: float, handle: Any) -> l
     Raises:
         Exception: cuDNN's, when none has any.
     """
-    found: dict[PlanName, None] = {}
+    plans: dict[PlanName, None] = {}
     refused: Exception | None = None
     for heuristic in HEURISTICS:
         for implementation in IMPLEMENTATIONS.values():
             try:
                 graph = CudnnGraph(cudnn, problem, scale, implementation, handle)
-                found.update(dict.fromkeys(graph.planned(heuristic)))
+                plans.update(dict.fromkeys(graph.planned(heuristic)))
             except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
                 refused = refused or exc
-    if refused and not found:
+    if refused and not plans:
         raise refused
-    return list(found)
+    return list(plans)
 
 
 def handle_of(cudnn: Any, device: int, stream: int) -> Any:

@@ -83,9 +83,9 @@ class VendorCudnnPlans(ListedVendor):
         return [
             Config(
                 self.name,
-                {**plain, "engine": one.engine, "is_unified": one.is_unified, **dict(one.knobs)},
+                {**plain, "engine": plan.engine, "is_unified": plan.is_unified, **dict(plan.knobs)},
             )
-            for one in names
+            for plan in names
         ]
 
     def rebuilt(

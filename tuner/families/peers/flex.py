@@ -89,10 +89,10 @@ class MaskedCall(PreparedCall):
         lengths = problem.seqlen_q, problem.seqlen_kv
         device, timed = inputs[0].device, _timed(problem)
         queries, keys = (torch.arange(length, device=device) for length in lengths)
-        wanted = timed(0, 0, queries[:, None], keys)
+        due = timed(0, 0, queries[:, None], keys)
         is_timed = all(
-            torch.equal(seen(*one, queries[:, None], keys), wanted)
-            for one in product(range(batches), range(heads))
+            torch.equal(seen(*at, queries[:, None], keys), due)
+            for at in product(range(batches), range(heads))
         )
         attend = self._attend if is_timed else self._by_tables
         mask = mask_of(problem, timed, device) if is_timed else mask_by(*lengths, *tables)

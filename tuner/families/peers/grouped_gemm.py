@@ -71,17 +71,17 @@ def in_turn(problem: GroupedGemmProblem) -> Callable[..., Any]:
     """
     import torch
 
-    known: list[int] = [0] * (problem.groups + 1)
+    starts: list[int] = [0] * (problem.groups + 1)
 
     def call(a: Any, b: Any, offsets: Any, *factors: Any) -> Any:
         if factors:  # e4m3's
             of_rows, of_blocks = factors[0][:, : a.shape[0]].t(), factors[1]
             a = widened(a, of_rows)
-            b = [widened(one, scale) for one, scale in zip(b, of_blocks, strict=True)]
+            b = [widened(of, scale) for of, scale in zip(b, of_blocks, strict=True)]
         if not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-            known[:] = offsets.tolist()
+            starts[:] = offsets.tolist()
         d = torch.empty((a.shape[0], problem.n), dtype=a.dtype, device=a.device)
-        for group, (start, end) in enumerate(pairwise(known)):
+        for group, (start, end) in enumerate(pairwise(starts)):
             if start < end:
                 torch.mm(a[start:end], b[group].t(), out=d[start:end])
         return d

@@ -98,9 +98,9 @@ def _version(name: str, folder: Path | None) -> str:
     if not peer.package:
         return ""
     places = [str(folder), *sys.path] if folder else sys.path
-    for known in peer.distributions:
-        for found in importlib.metadata.distributions(name=known, path=places):
-            return f"{known} {found.version}"
+    for name_of in peer.distributions:
+        for dist in importlib.metadata.distributions(name=name_of, path=places):
+            return f"{name_of} {dist.version}"
     try:
         return f"{peer.package} unversioned" if importlib.util.find_spec(peer.package) else ""
     except (ImportError, ValueError):
@@ -117,9 +117,9 @@ def build_of(kernel: str) -> str:
 
 def is_package(name: str) -> bool:
     """True where a package, not a module of the folder, is the peer."""
-    return bool(found := version(name)) and not found.startswith(f"{PEERS[name].module} ")
+    return bool(build := version(name)) and not build.startswith(f"{PEERS[name].module} ")
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """The builds of those that are here, by name."""
-    return {name: found for name in names if (found := version(name))}
+    return {name: v for name in names if (v := version(name))}

@@ -137,10 +137,10 @@ class Library:
 
     def made(self, owner: object, name: str, *arguments: Any) -> ctypes.c_void_p:
         """A new descriptor, destroyed when its owner is."""
-        made = ctypes.c_void_p()
-        self.call(f"{name}Create", ctypes.byref(made), *arguments)
-        weakref.finalize(owner, self.call, f"{name}Destroy", made).atexit = False
-        return made
+        handle = ctypes.c_void_p()
+        self.call(f"{name}Create", ctypes.byref(handle), *arguments)
+        weakref.finalize(owner, self.call, f"{name}Destroy", handle).atexit = False
+        return handle
 
     def put(self, name: str, where: Any, attribute: int, value: Any) -> None:
         """Set an attribute to a ctypes number."""
@@ -152,9 +152,9 @@ class Library:
         """The handle of a device, which is the current one; kept for the process."""
         with self._lock:
             if device not in self._handles:
-                made = ctypes.c_void_p()
-                self.call("Create", ctypes.byref(made))
-                self._handles[device] = made
+                fresh = ctypes.c_void_p()
+                self.call("Create", ctypes.byref(fresh))
+                self._handles[device] = fresh
             return self._handles[device]
 
 
@@ -215,12 +215,12 @@ class LtDescriptors:
 
     def _layout(self, dtype: str, rows: int, columns: int) -> ctypes.c_void_p:
         kind = DATA_TYPES[dtype]
-        made = self._library.made(self, "MatrixLayout", kind, rows, columns, rows)
+        layout = self._library.made(self, "MatrixLayout", kind, rows, columns, rows)
         if (batch := self._problem.batch) > 1:
             put = self._library.put
-            put("MatrixLayout", made, BATCH_COUNT, ctypes.c_int32(batch))
-            put("MatrixLayout", made, BATCH_STRIDE, ctypes.c_int64(rows * columns))
-        return made
+            put("MatrixLayout", layout, BATCH_COUNT, ctypes.c_int32(batch))
+            put("MatrixLayout", layout, BATCH_STRIDE, ctypes.c_int64(rows * columns))
+        return layout
 
     def _describe(self, attribute: int, value: Any) -> None:
         self._library.put("MatmulDesc", self._description, attribute, value)
@@ -247,17 +247,17 @@ class LtDescriptors:
         put("MatmulPreference", preference, MAX_WORKSPACE, ctypes.c_uint64(max_workspace))
         for attribute in MIN_ALIGNMENTS:
             put("MatmulPreference", preference, attribute, ctypes.c_uint32(TMA_ALIGNMENT_BYTES))
-        found, returned = (Heuristic * count)(), ctypes.c_int()
+        results, returned = (Heuristic * count)(), ctypes.c_int()
         self._library.call(
             "MatmulAlgoGetHeuristic",
             *(self._handle, self._description, *self._matrices, preference),
-            *(count, found, ctypes.byref(returned)),
+            *(count, results, ctypes.byref(returned)),
         )
-        return [one for one in found[: returned.value] if not one.state]
+        return [r for r in results[: returned.value] if not r.state]
 
     def attributes(self, algorithm: Algorithm) -> dict[str, int]:
         """The numbers that rebuild an algorithm, by `ATTRIBUTES`."""
-        found = {}
+        numbers = {}
         for name, (number, kind) in ATTRIBUTES.items():
             value, written = kind(), ctypes.c_size_t()
             self._library.call(
@@ -265,8 +265,8 @@ class LtDescriptors:
                 *(ctypes.byref(algorithm), number),
                 *(ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)),
             )
-            found[name] = int(value.value)
-        return found
+            numbers[name] = int(value.value)
+        return numbers
 
     def rebuilt(self, attributes: Mapping[str, int]) -> Heuristic:
         """The algorithm of `attributes` with the workspace that it needs here.
@@ -274,24 +274,24 @@ class LtDescriptors:
         Raises:
             RuntimeError: when the library refuses it for this problem.
         """
-        problem, made, checked = self._problem, Algorithm(), Heuristic()
+        problem, algo, checked = self._problem, Algorithm(), Heuristic()
         kinds = (problem.dtype, problem.dtype, problem.dtype_d, problem.dtype_d)
         self._library.call(
             "MatmulAlgoInit",
             *(self._handle, COMPUTE_32F, DATA_TYPES["float32"], *map(DATA_TYPES.get, kinds)),
-            *(attributes["algorithm"], ctypes.byref(made)),
+            *(attributes["algorithm"], ctypes.byref(algo)),
         )
         for name, (number, kind) in ATTRIBUTES.items():
             if name != "algorithm":
                 self._library.put(
-                    "MatmulAlgoConfig", ctypes.byref(made), number, kind(attributes[name])
+                    "MatmulAlgoConfig", ctypes.byref(algo), number, kind(attributes[name])
                 )
         self._library.call(
             "MatmulAlgoCheck",
             *(self._handle, self._description, *self._matrices),
-            *(ctypes.byref(made), ctypes.byref(checked)),
+            *(ctypes.byref(algo), ctypes.byref(checked)),
         )
-        checked.algorithm = made
+        checked.algorithm = algo
         return checked
 
     def launch(

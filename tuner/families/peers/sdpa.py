@@ -136,8 +136,8 @@ class VendorSdpa(Vendor):
             module = installed.module_of(SERVING)
             if isinstance(module, str):
                 return module
-            made = paged_call if problem.is_paged else serving_call
-            return made(module, problem, scale)
+            pose = paged_call if problem.is_paged else serving_call
+            return pose(module, problem, scale)
         if problem.is_varlen and not problem.is_paged:
             return flash2_varlen_call(problem, scale)
         if kernel in BACKENDS:
@@ -183,13 +183,13 @@ def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Atten
     ]
     bias = tensors.pop() if problem.bias else None
     backends = torch.backends.cuda
-    asked = backends.SDPAParams(*tensors, bias, 0.0, causal, is_grouped)
-    with warnings.catch_warnings(record=True) as said:
+    params = backends.SDPAParams(*tensors, bias, 0.0, causal, is_grouped)
+    with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         # A check says no to everything while its backend is switched off, as in another thread's
         # `sdpa_kernel`; what the operator does not take it then says itself, when it is tried.
-        if getattr(backends, switch)() and not getattr(backends, check)(asked, True):
-            reasons = [str(w.message).partition("(Triggered internally")[0].strip() for w in said]
+        if getattr(backends, switch)() and not getattr(backends, check)(params, True):
+            reasons = [str(w.message).partition("(Triggered internally")[0].strip() for w in notes]
             raise RuntimeError("; ".join(reasons) or f"{check} says no")
     attend = getattr(torch.ops.aten, operator).default
 
@@ -297,7 +297,7 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
         options["window"] = problem.visible
     if problem.softcap:
         options["softcap"] = problem.softcap
-    made: dict[str, Any] = {}
+    ready: dict[str, Any] = {}
 
     def prepare(query: Any) -> None:
         used = torch.full(
@@ -305,9 +305,9 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
         )
         sizes = problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv
         masks = {name: value for name, value in options.items() if name != "scale"}
-        made["metadata"] = module.metadata(used, *sizes, problem.head_dim, query.dtype, **masks)
-        made["seqused_k"] = used
-        made["max_seqlen_k"] = problem.seqlen_kv
+        ready["metadata"] = module.metadata(used, *sizes, problem.head_dim, query.dtype, **masks)
+        ready["seqused_k"] = used
+        ready["max_seqlen_k"] = problem.seqlen_kv
 
     def call(query: Any, key: Any, value: Any, *others: Any) -> Any:
         if problem.is_varlen:
@@ -315,11 +315,11 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
             lengths = {"cu_seqlens_q": others[0], "max_seqlen_q": problem.seqlen_q}
             lengths |= {"cu_seqlens_k": others[1], "max_seqlen_k": problem.seqlen_kv}
             return module.fwd(*tensors, **lengths, **options).transpose(0, 1)[None]
-        if not made:  # in the first call, which `tried` makes outside of any capture
+        if not ready:  # in the first call, which `tried` makes outside of any capture
             prepare(query)
         factors = dict(zip(DESCALES, others, strict=False))
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return module.fwd(*tensors, **made, **factors, **options).transpose(1, 2)
+        return module.fwd(*tensors, **ready, **factors, **options).transpose(1, 2)
 
     return call
 
@@ -334,17 +334,17 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
         window = (left, 0 if problem.is_causal else right)
     masks = {"causal": problem.is_causal, "window": window, "softcap": problem.softcap}
     longest = problem.seqlen_q, problem.seqlen_kv
-    made: dict[str, Any] = {}
+    ready: dict[str, Any] = {}
 
     def call(
         query: Any, key: Any, value: Any, table: Any, used: Any, starts: Any, *others: Any
     ) -> Any:
-        if not made:  # in the first call, which `tried` makes outside of any capture
+        if not ready:  # in the first call, which `tried` makes outside of any capture
             sizes = *longest, problem.heads_q, problem.heads_kv, problem.head_dim
             of_pages = {"cu_seqlens_q": starts, "page_size": problem.page_size}
-            made["metadata"] = module.metadata(used, *sizes, query.dtype, **of_pages, **masks)
+            ready["metadata"] = module.metadata(used, *sizes, query.dtype, **of_pages, **masks)
         lengths = {"cu_seqlens_q": starts, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
-        options = {**lengths, **masks, **made, "page_table": table, "seqused_k": used}
+        options = {**lengths, **masks, **ready, "page_table": table, "seqused_k": used}
         if problem.has_sinks:
             options["sinks"] = others[0].to(query.dtype)
         elif others:  # factors of e4m3, one a head

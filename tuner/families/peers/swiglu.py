@@ -39,9 +39,9 @@ class VendorSwiglu(Vendor):
     def connect(
         self, problem: SwigluProblem, kernel: str, scale: float
     ) -> Callable[..., Any] | str:
-        wanted = "interleaved" if kernel == INTERLEAVED else "concatenated"
-        if problem.weights != wanted:
-            return f"{kernel} wants the weights {wanted}"
+        needed = "interleaved" if kernel == INTERLEAVED else "concatenated"
+        if problem.weights != needed:
+            return f"{kernel} wants the weights {needed}"
         if kernel == INTERLEAVED:
             return interleaved(problem)
         if kernel == "torch":
@@ -70,8 +70,8 @@ def swiglu(problem: SwigluProblem) -> Callable[[Any, Any], Any]:
     n, k = problem.n, problem.k
 
     def call(a: Any, weights: Any) -> Any:
-        both = functional.linear(a, weights.view(2 * n, k))
-        return functional.silu(both[:, :n]).mul_(both[:, n:])
+        pair = functional.linear(a, weights.view(2 * n, k))
+        return functional.silu(pair[:, :n]).mul_(pair[:, n:])
 
     return call
 

@@ -143,10 +143,10 @@ class TwoKernelAttention(Family):
         return f"{self.name} has no {missing}" if missing else ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        problem, found = as_attention(problem), []
+        problem, reasons = as_attention(problem), []
         for stage in STAGES:
-            found += [f"{stage}: {reason}" for reason in _stage(problem, config, stage)]
-        return found + _chunking(problem, config)
+            reasons += [f"{stage}: {reason}" for reason in _stage(problem, config, stage)]
+        return reasons + _chunking(problem, config)
 
     def _groups(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[list[Config]]:
         """Candidates that can win: groups that have rows; two blocks at an SM where there are so
@@ -213,10 +213,10 @@ class TwoKernelAttention(Family):
         chunks *= ceil(attention.seqlen_q / config["rows_per_launch"])
         clocks = sum(_stage_clocks(attention, config, gpu, stage, constants) for stage in STAGES)
         # What does not stay in the L2 goes through memory twice.
-        seen = attention.pairs / (attention.seqlen_q * attention.seqlen_kv)
-        spilled = max(0.0, self.scratch_bytes(problem, config) * seen - gpu.l2_bytes)
+        density = attention.pairs / (attention.seqlen_q * attention.seqlen_kv)
+        spilled = max(0.0, self.scratch_bytes(problem, config) * density - gpu.l2_bytes)
         spilled = 2 * spilled * chunks
-        spilled += max(0.0, bias_bytes(attention) * seen - gpu.l2_bytes)
+        spilled += max(0.0, bias_bytes(attention) * density - gpu.l2_bytes)
         memory_us = spilled / (constants["memory_share"] * gpu.memory_gbs * 1e3)
         fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1.0)
         fixed_us += 0.0 if config["pdl"] else GRAPH_LAUNCH_US
@@ -258,20 +258,20 @@ def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
     names = ("groups", "stages", "buffers", "blocks_per_sm")
     groups, depth, buffers, resident = (config[f"{stage}_{name}"] for name in names)
     tile_n = config["tile_n"]
-    found = []
+    reasons = []
     needed, limit = smem_bytes(problem, stage, tile_n, groups, depth), smem_limit(resident)
     if needed > limit:
-        found.append(f"{needed} bytes of shared memory exceed {limit}")
+        reasons.append(f"{needed} bytes of shared memory exceed {limit}")
     if stage == "scores":  # and of a bias a tile's, two to a register
         accumulators = buffers * tile_n // 2 + (tile_n // 4 if problem.bias else 0)
     else:
         accumulators = (buffers + 1) * columns(problem, stage) // 2
     consumer = REGISTERS[groups, resident][1]
     if accumulators + OVERHEAD_REGISTERS > consumer:
-        found.append(
+        reasons.append(
             f"{accumulators} accumulator registers + {OVERHEAD_REGISTERS} exceed {consumer}"
         )
-    return found
+    return reasons
 
 
 def _chunking(problem: AttentionProblem, config: Config) -> list[str]:
@@ -280,14 +280,14 @@ def _chunking(problem: AttentionProblem, config: Config) -> list[str]:
         config[name] for name in ("heads_per_launch", "rows_per_launch", "splits")
     )
     total, most_rows = problem.batch * problem.heads_q, ceil(problem.seqlen_q / ROWS) * ROWS
-    found = []
+    reasons = []
     if total % heads:
-        found.append(f"heads_per_launch={heads} does not divide B x H = {total}")
+        reasons.append(f"heads_per_launch={heads} does not divide B x H = {total}")
     if rows > most_rows:
-        found.append(f"rows_per_launch={rows} exceed the {most_rows} of the queries")
+        reasons.append(f"rows_per_launch={rows} exceed the {most_rows} of the queries")
     if splits > (tiles := ceil(problem.seqlen_kv / config["tile_n"])):
-        found.append(f"splits={splits} exceed the {tiles} tiles of keys")
-    return found
+        reasons.append(f"splits={splits} exceed the {tiles} tiles of keys")
+    return reasons
 
 
 def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
@@ -376,8 +376,8 @@ def _chunk_launches(
     yield Launch.named(
         "scores",
         arguments_of(problem, "scores"),
-        {**{one.name: Ref(one.name) for one in problem.operands[:2]}, **between}
-        | {one.name: Ref(one.name) for one in problem.operands[3:-1]},
+        {**{o.name: Ref(o.name) for o in problem.operands[:2]}, **between}
+        | {o.name: Ref(o.name) for o in problem.operands[3:-1]},
         integers,
         {"scale": scale, **({"softcap": problem.softcap} if problem.softcap else {})},
     )
@@ -417,8 +417,8 @@ def _stage_clocks(
     launches = problem.batch * problem.heads_q // config["heads_per_launch"]
     launches *= ceil(problem.seqlen_q / config["rows_per_launch"])
     rounds = ceil(of_launch * splits * slices / gpu.sm_count)
-    seen = problem.pairs / (problem.seqlen_q * problem.seqlen_kv)
-    steps = ceil(ceil(problem.seqlen_kv / tile_n) * seen / splits)
+    density = problem.pairs / (problem.seqlen_q * problem.seqlen_kv)
+    steps = ceil(ceil(problem.seqlen_kv / tile_n) * density / splits)
     scores, depth = groups * ROWS * tile_n, columns(problem, stage)
     multiplied = scores * depth * 2 / TENSOR_FLOPS_PER_CLOCK_SM
     if stage == "scores":

@@ -25,8 +25,8 @@ def chip_work(problem: AttentionProblem, config: Config, gpu: Gpu) -> Iterator[W
         stage_columns, tile_m = columns(problem, stage), WGMMA_M * groups
         row_blocks, resident = ceil(rows / tile_m), config[f"{stage}_blocks_per_sm"]
         starts = range(0, problem.seqlen_q, tile_m)
-        seen = (problem.keys_of(start, start + tile_m - 1) for start in starts)
-        steps = heads * sum(ceil(len(keys) / tile_n) for keys in seen) / launches
+        spans = (problem.keys_of(start, start + tile_m - 1) for start in starts)
+        steps = heads * sum(ceil(len(keys) / tile_n) for keys in spans) / launches
         is_scores, slices = stage == "scores", ceil(problem.head_dim / stage_columns)
         operand = tile_n * stage_columns * slices
         # The probabilities are written once; each slice of the columns reads them.

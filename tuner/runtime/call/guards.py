@@ -164,8 +164,8 @@ def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """True when `tensor` has these strides in all dimensions longer than one."""
     return all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
+        size == 1 or stride == step
+        for size, stride, step in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )
 
 

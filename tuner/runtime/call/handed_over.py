@@ -138,7 +138,7 @@ def aligned(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     A copy starts at a multiple of 16 bytes, and so do its rows. It keeps the order of the
     dimensions, and the broadcast ones.
     """
-    return tuple(each if is_aligned(each) else copied(each) for each in tensors)
+    return tuple(t if is_aligned(t) else copied(t) for t in tensors)
 
 
 def checked(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -27,13 +27,13 @@ ROUNDINGS = 2
 def contending(problem: Problem, gpu: Gpu) -> list[Config]:
     """Peers' kernels that may answer a problem, by the order of their families."""
     every = [member for member in families_of(problem.op).values() if member.is_vendor]
-    found: list[Config] = []
+    peers: list[Config] = []
     for member in every:
         if not member.supports(problem, gpu) and not member.lacks():
-            space = [one for one in member.space(problem, gpu) if one.get("kernel") in ANSWERS]
+            space = [c for c in member.space(problem, gpu) if c.get("kernel") in ANSWERS]
             if space and may_answer(space[0]["kernel"]):
-                found += _listed(problem, member) if member.is_listed else space
-    return [one for one in found if may_answer(one["kernel"])]
+                peers += _listed(problem, member) if member.is_listed else space
+    return [c for c in peers if may_answer(c["kernel"])]
 
 
 def _listed(problem: Problem, member: Family) -> list[Config]:
@@ -52,11 +52,11 @@ def agrees(problem: Problem, plan: Plan, run: Run) -> bool:
 
     limits = limits_of(problem)
     try:
-        out, wanted = run(plan), run(None)
+        out, due = run(plan), run(None)
     except BenchmarkError:
         return False
-    if not isinstance(out, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+    if not isinstance(out, torch.Tensor) or not isinstance(due, torch.Tensor):
         return False
-    theirs = wanted.reshape(out.shape).float()
+    theirs = due.reshape(out.shape).float()
     error = (out.float() - theirs).norm()
     return bool(error <= ROUNDINGS * limits.frobenius * theirs.norm())

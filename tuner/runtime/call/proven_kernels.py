@@ -115,8 +115,8 @@ def has_proven(problem: Problem, gpu: Gpu) -> bool:
             mine = _portfolio_of(problem, gpu)
             models = None if mine is None else mine.models_of(domain_of(problem))
             known = () if models is None else models.candidates
-            configs = [one.config for one in known if one.family is not None and not one.is_vendor]
-        return any(isinstance(_artifacts(problem, gpu, one), dict) for one in configs)
+            configs = [k.config for k in known if k.family is not None and not k.is_vendor]
+        return any(isinstance(_artifacts(problem, gpu, c), dict) for c in configs)
     except FAULTS as exc:
         counters.count_error(damaged(problem, exc).reason)
         return False
@@ -129,7 +129,7 @@ def damaged(problem: Problem, exc: Exception) -> Refusal:
 
 
 def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:
-    return next(iter(serving((one for one in portfolios() if one.op == problem.op), gpu)), None)
+    return next(iter(serving((p for p in portfolios() if p.op == problem.op), gpu)), None)
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ def choose_invariant(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) ->
     reasons: list[str] = []
     for _, config in selection.own():
         artifacts = _artifacts(problem, gpu, config)
-        known = [] if isinstance(artifacts, Refusal) else list(artifacts.values())
-        if variant := lists.variant(known):
+        proven = [] if isinstance(artifacts, Refusal) else list(artifacts.values())
+        if variant := lists.variant(proven):
             reasons.append(f"{config.family}: {variant}")
             continue
         plan = candidates.plan(config)
@@ -293,22 +293,22 @@ def _timed(candidates: _Candidates) -> Plan | Refusal | None:
         plan = candidates.plan(config)
         return plan if isinstance(plan, Plan) else None
 
-    asked = posed.problem, candidates.gpu
-    timed, ended = benchmark.journal.find(*asked), None
+    place = posed.problem, candidates.gpu
+    timed, ended = benchmark.journal.find(*place), None
     if timed is not None and any(map(planned, timed.untimed(ranked))):
         timed, ended = None, timed
     if timed is None:
         served = ((config, plan) for config in ranked if (plan := planned(config)) is not None)
         plans = dict(islice(served, benchmark.KERNELS))
-        for config in peer_contenders.contending(*asked):
+        for config in peer_contenders.contending(*place):
             plan = planned(config)
-            if plan is not None and peer_contenders.agrees(asked[0], plan, posed.run):
+            if plan is not None and peer_contenders.agrees(place[0], plan, posed.run):
                 plans[config] = plan
         if not plans:
             return None
         is_cold = selection.regime.l2 == "cold"
         try:
-            timed = benchmark.journal.decide(*asked, plans, posed.run, is_cold=is_cold, ended=ended)
+            timed = benchmark.journal.decide(*place, plans, posed.run, is_cold=is_cold, ended=ended)
         except StoreBusyError:
             return Refusal(Kind.BUSY, posed.problem.label())
     if timed is None:
@@ -342,8 +342,8 @@ def pytorchs(problem: Problem, device: int) -> str:
         return ""
     lengths = problem.seqlen_q, problem.seqlen_kv
     short, long = _ASKED_LENGTHS
-    asked = [n if n == 1 else long if n == max(lengths) else short for n in lengths]
-    small = replace(problem, batch=1, seqlen_q=asked[0], seqlen_kv=asked[1])
+    sizes = [n if n == 1 else long if n == max(lengths) else short for n in lengths]
+    small = replace(problem, batch=1, seqlen_q=sizes[0], seqlen_kv=sizes[1])
     return _pytorchs(small, device)
 
 
@@ -357,9 +357,9 @@ def _pytorchs(problem: AttentionProblem, device: int) -> str:
         for operand in problem.operands[:3]
     )
     is_grouped = problem.heads_q != problem.heads_kv
-    chosen = native.call(
+    kernel = native.call(
         torch._fused_sdp_choice,
         *(query, key, value, None, 0.0, problem.is_causal),
         enable_gqa=is_grouped,
     )
-    return _BACKENDS.get(int(chosen), "")
+    return _BACKENDS.get(int(kernel), "")

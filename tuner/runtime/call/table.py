@@ -71,9 +71,9 @@ class PlanTable:
         """
         if self._off is not None:
             return self._off
-        known = self._known.get(kind)
-        if known is not None and (known.until == math.inf or time.monotonic() < known.until):
-            return known.plan
+        entry = self._known.get(kind)
+        if entry is not None and (entry.until == math.inf or time.monotonic() < entry.until):
+            return entry.plan
         return None
 
     def refresh(self, tensor: torch.Tensor) -> int:
@@ -284,8 +284,8 @@ class PlanTable:
         """Clear the dispatcher; it gets each plan again at the plan's next call."""
         with self._lock:
             self._known = {
-                kind: replace(known, until=0.0) if isinstance(known.plan, Plan) else known
-                for kind, known in self._known.items()
+                kind: replace(e, until=0.0) if isinstance(e.plan, Plan) else e
+                for kind, e in self._known.items()
             }
             self._answers.forget_near()
             dispatch.clear()
@@ -329,19 +329,19 @@ class PlanTable:
             changed: keys of their problems; None marks all plans as stale.
         """
         if changed is None:
-            self._known = {kind: known.stale for kind, known in self._known.items()}
+            self._known = {kind: e.stale for kind, e in self._known.items()}
             self.renew()
             return
         self._answers.forget_near()
         alike = set(_of_any_length(changed))
         remaining: dict[Hashable, CachedPlan] = {}
-        for kind, known in self._known.items():
-            problem, plan = known.problem, known.plan
+        for kind, entry in self._known.items():
+            problem, plan = entry.problem, entry.plan
             if problem is not None and problem.key in changed:
                 continue
             if isinstance(plan, Refusal) and problem and of_any_length(problem) in alike:
-                known = known.stale
-            remaining[kind] = known
+                entry = entry.stale
+            remaining[kind] = entry
         if remaining != self._known:
             self._known = remaining
             self.renew()

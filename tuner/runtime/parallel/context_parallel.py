@@ -167,8 +167,8 @@ def join_sequence(
     options = {"dim": dim, "is_causal": is_causal}
     ring.check({"part": str(tuple(part.shape)), "type": str(part.dtype), **options}, refusal)
     chunks: dict[int, torch.Tensor] = {}
-    for order, found in zip(orders, ring.gather(part.contiguous()), strict=True):
-        chunks.update(zip(order, found.chunk(len(order), dim), strict=True))
+    for order, piece in zip(orders, ring.gather(part.contiguous()), strict=True):
+        chunks.update(zip(order, piece.chunk(len(order), dim), strict=True))
     return torch.cat([chunks[number] for number in range(len(chunks))], dim)
 
 

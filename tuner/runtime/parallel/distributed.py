@@ -171,8 +171,8 @@ class _Meeting:
         try:
             agreed, answer = self._agree()
         except dist.DistError as exc:
-            said = str(exc).partition("\n")[0]
-            agreed, answer = Agreement(f"the process group's store failed: {said}"), _Answer()
+            text = str(exc).partition("\n")[0]
+            agreed, answer = Agreement(f"the process group's store failed: {text}"), _Answer()
         if agreed.refusal:
             table.pin(None, refusal=Refusal(Kind.RANKS, agreed.refusal))
             _log.warning("rank %d: no tuned kernel is launched: %s", self._rank, agreed.refusal)
@@ -248,7 +248,7 @@ class _Meeting:
         notes = [f"rank {rank} did not come in time" for rank in missing]
         for rank, answer in answers.items():
             notes += _differences(rank, answer.facts, answers[0].facts)
-        proven = frozenset.intersection(*(frozenset(one.proven) for one in answers.values()))
+        proven = frozenset.intersection(*(frozenset(a.proven) for a in answers.values()))
         if len({answer.gpu for answer in answers.values()}) > 1:
             proven = frozenset()
             notes.append("the ranks' GPUs are not alike: no portfolio serves")
@@ -264,18 +264,18 @@ class _Meeting:
         """Write this verdict unless there is one already; return the one that holds."""
         keys = {"absent": sorted(agreed.absent), "proven": sorted(agreed.proven)}
         document = json.dumps({**asdict(agreed), **keys})
-        found = json.loads(self._store.compare_set(_VERDICT, "", document))
-        absent, proven = frozenset(found["absent"]), frozenset(found["proven"])
-        ranks, notes = tuple(found["ranks"]), tuple(found["notes"])
-        return Agreement(found["refusal"], ranks, absent, proven, notes)
+        verdict = json.loads(self._store.compare_set(_VERDICT, "", document))
+        absent, proven = frozenset(verdict["absent"]), frozenset(verdict["proven"])
+        ranks, notes = tuple(verdict["ranks"]), tuple(verdict["notes"])
+        return Agreement(verdict["refusal"], ranks, absent, proven, notes)
 
     def _has(self, key: str, share: float) -> bool:
         """Wait for a key until a share of the time limit is over."""
-        left = self._began + share * self._timeout_s - time.monotonic()
-        if left <= 0:
+        left_s = self._began + share * self._timeout_s - time.monotonic()
+        if left_s <= 0:
             return bool(self._store.check([key]))
         try:
-            self._store.wait([key], timedelta(seconds=left))
+            self._store.wait([key], timedelta(seconds=left_s))
         except dist.DistStoreError:
             return False
         return True

@@ -110,11 +110,11 @@ class Ring:
             raise ConfigError(refusal)
         first: dict[str, Any] = {}
         for rank in range(self.size):
-            found = self._published(rank)
-            if found["refusal"]:
-                raise ConfigError(f"{self._name(rank)} cannot do that: {found['refusal']}")
-            first = first or found["call"]
-            for name, value in found["call"].items():
+            theirs = self._published(rank)
+            if theirs["refusal"]:
+                raise ConfigError(f"{self._name(rank)} cannot do that: {theirs['refusal']}")
+            first = first or theirs["call"]
+            for name, value in theirs["call"].items():
                 if value != first.get(name):
                     raise ConfigError(
                         f"{self._name(rank)} has {name} {value}, {self._name(0)} "
@@ -135,19 +135,19 @@ class Ring:
             if self._store.check([_LOST]):
                 raise self._lost(None, None)
             self._store.wait([key], self._timeout)
-            found: dict[str, Any] = json.loads(self._store.get(key))
+            data: dict[str, Any] = json.loads(self._store.get(key))
         except dist.DistStoreError as exc:
             raise self._lost(rank, exc) from exc
         except dist.DistError as exc:
             raise self._lost(None, exc) from exc
-        return found
+        return data
 
     @property
     def _timeout(self) -> timedelta:
         """The process group's timeout, or PyTorch's default if its backend has none."""
         options = self._group._get_backend(self._group._device_types[0]).options
-        found: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
-        return found
+        limit: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+        return limit
 
     def start(self, *tensors: torch.Tensor) -> Passing:
         """Start to send tensors to the next rank and to receive the previous rank's.
@@ -183,14 +183,14 @@ class Ring:
         Raises:
             RankLostError: when a rank is gone.
         """
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
         try:
-            dist.all_gather(found, tensor, group=self._group)
+            dist.all_gather(parts, tensor, group=self._group)
         except _OWN_ERRORS:
             raise
         except RuntimeError as exc:
             raise self._lost(None, exc) from exc
-        return found
+        return parts
 
     def _lost(self, peer: int | None, cause: Exception | None) -> RankLostError:
         """The error that names the lost rank.

@@ -31,8 +31,8 @@ def quantise(rows: torch.Tensor, *, gated: bool = False) -> tuple[torch.Tensor, 
         ConfigError: on another type or number of dimensions, or an odd number of gated columns.
     """
     if rows.dtype != torch.bfloat16 or rows.dim() != 2 or (gated and rows.shape[1] % 2):
-        found = f"{rows.dtype} {tuple(rows.shape)}"
-        raise ConfigError(f"rows are {found} (allowed: bf16 (M, K), gated ones bf16 (M, 2 K))")
+        came = f"{rows.dtype} {tuple(rows.shape)}"
+        raise ConfigError(f"rows are {came} (allowed: bf16 (M, K), gated ones bf16 (M, 2 K))")
     if not gated:
         return block_scaled.quantised(rows)
     kernel = expert_rows.by_kernel(rows.device) if _is_served(rows) else None

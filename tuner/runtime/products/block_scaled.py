@@ -31,8 +31,8 @@ def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (M, K) float8_e4m3fn, and fp32 (M, K / 128), rounded up, with stride 1 along M, as the
         products' operands.
     """
-    found = quantiser.run(rows, composed)
-    return composed(rows) if found is None else found
+    pair = quantiser.run(rows, composed)
+    return composed(rows) if pair is None else pair
 
 
 def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,21 +54,21 @@ def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantised_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(M, K), bf16: e4m3 rows (M, K) times their blocks' factors (M, K / 128)."""
-    each = scale.repeat_interleave(SCALE_BLOCK, 1)[:, : rows.shape[1]]
-    return (rows.float() * each).to(torch.bfloat16)
+    factor = scale.repeat_interleave(SCALE_BLOCK, 1)[:, : rows.shape[1]]
+    return (rows.float() * factor).to(torch.bfloat16)
 
 
 def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(N, K), bf16: e4m3 weights (N, K) times their blocks' factors (N / 128, K / 128)."""
     n, k = weight.shape
-    each = scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
-    return (weight.float() * each).to(torch.bfloat16)
+    factor = scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
+    return (weight.float() * factor).to(torch.bfloat16)
 
 
 def dequantised_all(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """(G, N, K), bf16: `dequantised` of each group."""
-    each = zip(weights, scales, strict=True)
-    return torch.stack([dequantised(*one) for one in each])
+    pairs = zip(weights, scales, strict=True)
+    return torch.stack([dequantised(*pair) for pair in pairs])
 
 
 def check(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
@@ -79,11 +79,11 @@ def check(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Non
     """
     types = (input.dtype, weight.dtype, scale.dtype)
     if types != (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
-        found = ", ".join(str(one).removeprefix("torch.") for one in types)
-        raise ConfigError(f"{found} (allowed: bf16 input, float8_e4m3fn weight, fp32 weight_scale)")
+        came = ", ".join(str(t).removeprefix("torch.") for t in types)
+        raise ConfigError(f"{came} (allowed: bf16 input, float8_e4m3fn weight, fp32 weight_scale)")
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[-1]:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
         raise ConfigError(f"{shapes} make no product (allowed: (..., K) and (N, K))")
-    wanted = tuple(ceil(size / SCALE_BLOCK) for size in weight.shape)
-    if tuple(scale.shape) != wanted:
-        raise ConfigError(f"weight_scale is {tuple(scale.shape)} (allowed: {wanted})")
+    due = tuple(ceil(size / SCALE_BLOCK) for size in weight.shape)
+    if tuple(scale.shape) != due:
+        raise ConfigError(f"weight_scale is {tuple(scale.shape)} (allowed: {due})")

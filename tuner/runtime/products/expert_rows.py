@@ -57,8 +57,8 @@ class ComposedRows:
         flat = experts.reshape(-1)
         is_valid = (flat >= 0) & (flat < count)
         ordered, slots = flat.masked_fill(~is_valid, count).sort(stable=True)
-        wanted = torch.arange(count + 1, dtype=ordered.dtype, device=flat.device)
-        offsets = torch.searchsorted(ordered, wanted, out_int32=True)
+        bounds = torch.arange(count + 1, dtype=ordered.dtype, device=flat.device)
+        offsets = torch.searchsorted(ordered, bounds, out_int32=True)
         rows = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
         places = torch.empty_like(rows).scatter(0, slots, rows)
         return offsets, places.masked_fill(~is_valid, -1).view(experts.shape)
@@ -82,9 +82,9 @@ class ComposedRows:
     ) -> torch.Tensor:
         """(T, N): each token's sum of its slots' rows by their weights, in fp32."""
         is_there = places.unsqueeze(-1) >= 0
-        each = rows[places.clamp(min=0).long()].masked_fill(~is_there, 0.0)
+        parts = rows[places.clamp(min=0).long()].masked_fill(~is_there, 0.0)
         kind = _accumulator(rows)
-        weighted = each.to(kind) * weights.to(kind).masked_fill(places < 0, 0.0).unsqueeze(-1)
+        weighted = parts.to(kind) * weights.to(kind).masked_fill(places < 0, 0.0).unsqueeze(-1)
         return weighted.sum(1).to(rows.dtype)
 
 
@@ -161,10 +161,10 @@ class LaunchedRows:
         block: int = 0,
         width: int = 0,
     ) -> None:
-        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        index = next(iter(given.values())).get_device()
+        named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        index = next(iter(named.values())).get_device()
         addresses, integers, _ = EXPERT_ROWS.arguments.ordered(
-            {name: given[name].data_ptr() if name in given else 0 for name in _TENSORS},
+            {name: named[name].data_ptr() if name in named else 0 for name in _TENSORS},
             {
                 "stage": stage,
                 "row_count": rows,
@@ -206,23 +206,23 @@ def _is_proven(kernel: LoadedKernel, device: torch.device) -> bool:
     own, theirs = LaunchedRows(kernel), ComposedRows()
     experts = torch.randint(-1, count + 1, (tokens, top_k), generator=generator, device=device)
     offsets, places = own.place(experts, count)
-    wanted = theirs.place(experts, count)
-    if not (torch.equal(offsets, wanted[0]) and torch.equal(places, wanted[1])):
+    due = theirs.place(experts, count)
+    if not (torch.equal(offsets, due[0]) and torch.equal(places, due[1])):
         return False
     end = int(offsets[-1])
     weights = torch.rand(tokens, top_k, generator=generator, device=device)
-    both = torch.randn(tokens * top_k, 2 * columns, generator=generator, device=device).bfloat16()
-    rows = both[:tokens, :columns]
-    copies, products = own.copy(rows, places)[0], own.gate(both, offsets)[0][:end]
+    pairs = torch.randn(tokens * top_k, 2 * columns, generator=generator, device=device).bfloat16()
+    rows = pairs[:tokens, :columns]
+    copies, products = own.copy(rows, places)[0], own.gate(pairs, offsets)[0][:end]
     if not torch.equal(copies[:end], theirs.copy(rows, places)[:end]):
         return False
     near = (
-        (products, theirs.gate(both, offsets)[:end]),
+        (products, theirs.gate(pairs, offsets)[:end]),
         (own.combine(copies, places, weights), theirs.combine(copies, places, weights)),
     )
-    if not all(torch.allclose(one, other, rtol=2**-7, atol=2**-7) for one, other in near):
+    if not all(torch.allclose(own_rows, other, rtol=2**-7, atol=2**-7) for own_rows, other in near):
         return False
-    quantised = own.copy(rows, places, quantises=True), own.gate(both, offsets, quantises=True)
+    quantised = own.copy(rows, places, quantises=True), own.gate(pairs, offsets, quantises=True)
     for (elements, factors), bf16 in zip(quantised, (copies[:end], products), strict=True):
         small, scale = block_scaled.composed(bf16)
         is_same = torch.equal(elements[:end].view(torch.uint8), small.view(torch.uint8))

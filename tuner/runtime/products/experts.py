@@ -127,24 +127,24 @@ def _check(call: Layer) -> None:
     shapes = [tuple(tensor.shape) for tensor in (hidden, experts, weights, gate_up, down)]
     ranks = [len(shape) for shape in shapes]
     (tokens, columns), (count, _, inner) = ((*shapes[0], 0, 0)[:2], (*shapes[4], 0, 0, 0)[:3])
-    wanted = [(tokens, columns), shapes[1], shapes[1], (count, 2 * inner, columns)]
-    wanted.append((count, columns, inner))
-    if ranks != [2, 2, 2, 3, 3] or shapes != wanted or shapes[1][0] != tokens or not count:
+    due = [(tokens, columns), shapes[1], shapes[1], (count, 2 * inner, columns)]
+    due.append((count, columns, inner))
+    if ranks != [2, 2, 2, 3, 3] or shapes != due or shapes[1][0] != tokens or not count:
         raise ConfigError(
             f"{', '.join(map(str, shapes))} are not a layer of experts (allowed: (T, H), twice "
             "(T, top_k), (G, 2 I, H), (G, H, I), G > 0)"
         )
     if experts.dtype not in _INDICES or weights.dtype not in _FLOATS:
-        found = f"{experts.dtype} and {weights.dtype}"
-        raise ConfigError(f"experts and weights are {found} (allowed: int32 or int64, floating)")
+        came = f"{experts.dtype} and {weights.dtype}"
+        raise ConfigError(f"experts and weights are {came} (allowed: int32 or int64, floating)")
     if call.sizes not in SIZES:
         raise ConfigError(f"sizes={call.sizes} is not known (allowed: {', '.join(SIZES)})")
     is_scaled = call.gate_up_scale is not None or call.down_scale is not None
     kind = _E4M3 if is_scaled else hidden.dtype
     if hidden.dtype not in _FLOATS or gate_up.dtype != kind or down.dtype != kind:
-        found = ", ".join(str(t.dtype).removeprefix("torch.") for t in (hidden, gate_up, down))
+        came = ", ".join(str(t.dtype).removeprefix("torch.") for t in (hidden, gate_up, down))
         raise ConfigError(
-            f"hidden, gate_up and down are {found} (allowed: one floating type, or both weights "
+            f"hidden, gate_up and down are {came} (allowed: one floating type, or both weights "
             "float8_e4m3fn with gate_up_scale and down_scale)"
         )
     if is_scaled:
@@ -154,10 +154,10 @@ def _check(call: Layer) -> None:
 
 def _check_scale(name: str, scale: torch.Tensor | None, weight: torch.Tensor) -> None:
     count, *sizes = weight.shape
-    wanted = (count, *(ceil(size / SCALE_BLOCK) for size in sizes))
-    if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != wanted:
-        found = "missing" if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
-        raise ConfigError(f"{name} is {found} (allowed: torch.float32 {wanted})")
+    due = (count, *(ceil(size / SCALE_BLOCK) for size in sizes))
+    if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != due:
+        came = "missing" if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
+        raise ConfigError(f"{name} is {came} (allowed: torch.float32 {due})")
 
 
 def _refusal(call: Layer) -> Refusal | None:
@@ -195,9 +195,9 @@ def _refusal(call: Layer) -> Refusal | None:
             return None
         a, offsets = b.new_empty(call.experts.numel(), b.shape[2]), call.experts.new_empty(1)
         product = grouped.GroupedCall(a, b, offsets, call.sizes, scale, scale)
-        found = serving.find(product)
-        if isinstance(found, Refusal):
-            return found
+        plan = serving.find(product)
+        if isinstance(plan, Refusal):
+            return plan
     return None
 
 
@@ -209,18 +209,18 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
     quantises = call.down_scale is not None
     offsets, places = rows.place(call.experts.contiguous(), call.down.shape[0])
     copies, factors = rows.copy(call.hidden, places, quantises=quantises)
-    both = grouped.grouped_mm(
+    pairs = grouped.grouped_mm(
         copies, call.gate_up, offsets,
         sizes=call.sizes, scale_a=factors, scale_b=call.gate_up_scale,
     )  # fmt: skip
     if call.gate is not None:
-        return rows.combine(_gated(call, call.gate, both, offsets), places, weights.contiguous())
-    products, factors = rows.gate(both, offsets, quantises=quantises)
-    each = grouped.grouped_mm(
+        return rows.combine(_gated(call, call.gate, pairs, offsets), places, weights.contiguous())
+    products, factors = rows.gate(pairs, offsets, quantises=quantises)
+    outs = grouped.grouped_mm(
         products, call.down, offsets,
         sizes=call.sizes, scale_a=factors, scale_b=call.down_scale,
     )  # fmt: skip
-    return rows.combine(each, places, weights.contiguous())
+    return rows.combine(outs, places, weights.contiguous())
 
 
 def _gated(call: Layer, gate: OwnGate, both: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -230,10 +230,10 @@ def _gated(call: Layer, gate: OwnGate, both: torch.Tensor, offsets: torch.Tensor
     if gate.gate_up_bias is not None:
         both += gate.gate_up_bias[experts]
     products = gate.function(both).contiguous()
-    each = grouped.grouped_mm(products, call.down, offsets, sizes=call.sizes)
+    outs = grouped.grouped_mm(products, call.down, offsets, sizes=call.sizes)
     if gate.down_bias is not None:
-        each += gate.down_bias[experts]
-    return each
+        outs += gate.down_bias[experts]
+    return outs
 
 
 def _composed(call: Layer) -> torch.Tensor:
@@ -246,6 +246,6 @@ def _composed(call: Layer) -> torch.Tensor:
     if call.experts.numel() == 0:
         return torch.zeros_like(hidden)
     offsets, places = rows.place(call.experts, down.shape[0])
-    both = grouped.by_pytorch(rows.copy(hidden, places), gate_up, offsets)
-    each = grouped.by_pytorch(rows.gate(both, offsets), down, offsets)
-    return rows.combine(each, places, call.weights)
+    pairs = grouped.by_pytorch(rows.copy(hidden, places), gate_up, offsets)
+    outs = grouped.by_pytorch(rows.gate(pairs, offsets), down, offsets)
+    return rows.combine(outs, places, call.weights)

@@ -39,8 +39,8 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             f"{shapes} cannot be interleaved (allowed: twice (N, K), N a multiple of 32)"
         )
     n, k = gate.shape
-    both = torch.stack((gate, up)).view(2, n // 32, 4, 8, k)
-    return both.permute(1, 3, 2, 0, 4).reshape(2 * n, k)
+    pair = torch.stack((gate, up)).view(2, n // 32, 4, 8, k)
+    return pair.permute(1, 3, 2, 0, 4).reshape(2 * n, k)
 
 
 def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -94,12 +94,12 @@ class SwigluCall(_Gated, Call):
         if len(shape) != 2 or shape[0] % 64:
             allowed = "(2 N, K), N a multiple of 32, as made by `interleave`"
             raise ConfigError(f"the weights of swiglu are {shape} (allowed: {allowed})")
-        both = functional.linear(self.input, self.weights)
+        pair = functional.linear(self.input, self.weights)
         is_plain = not torch.compiler.is_compiling() and guards.unserved(self) is None
         if is_plain and not guards.wants_gradient(*self):
-            out: torch.Tensor = of_pairs(both)
+            out: torch.Tensor = of_pairs(pair)
             return out
-        gate, up = pairs(both)
+        gate, up = pairs(pair)
         return (functional.silu(gate) * up).flatten(-3)
 
 

@@ -78,10 +78,10 @@ def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) 
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[2] or not b.shape[0]:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ConfigError(f"{shapes} cannot be multiplied (allowed: (M, K) and (G, N, K), G > 0)")
-    wanted = (b.shape[0] + 1,)
-    if offsets.dtype != torch.int32 or tuple(offsets.shape) != wanted:
+    due = (b.shape[0] + 1,)
+    if offsets.dtype != torch.int32 or tuple(offsets.shape) != due:
         raise ConfigError(
-            f"offsets are {offsets.dtype} {tuple(offsets.shape)} (allowed: torch.int32 {wanted})"
+            f"offsets are {offsets.dtype} {tuple(offsets.shape)} (allowed: torch.int32 {due})"
         )
     if sizes not in SIZES:
         raise ConfigError(f"sizes={sizes} is not known (allowed: {', '.join(SIZES)})")
@@ -107,8 +107,8 @@ def _factors(
 
 def _factor(name: str, given: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
     if given is None or given.dtype != torch.float32 or tuple(given.shape) != shape:
-        found = "missing" if given is None else f"{given.dtype} {tuple(given.shape)}"
-        raise ConfigError(f"{name} is {found} (allowed: torch.float32 {shape})")
+        came = "missing" if given is None else f"{given.dtype} {tuple(given.shape)}"
+        raise ConfigError(f"{name} is {came} (allowed: torch.float32 {shape})")
     return given
 
 
@@ -241,5 +241,5 @@ def by_pytorch(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch
             f"offsets run from {starts[0]} to {starts[-1]} "
             f"(allowed: from 0, never decreasing, to {a.shape[0]} at most)"
         )
-    done = [a[start:end] @ one.t() for (start, end), one in zip(pairwise(starts), b, strict=True)]
+    done = [a[start:end] @ w.t() for (start, end), w in zip(pairwise(starts), b, strict=True)]
     return torch.cat([*done, a.new_zeros((a.shape[0] - starts[-1], n))])

@@ -349,21 +349,21 @@ def pose(
     shape = (*a.shape[:-1], *b.shape[-1:])
     if a.shape[-1] != b.shape[-2] or (b.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
         raise ConfigError(f"{tuple(a.shape)} @ {tuple(b.shape)} do not match, or broadcast")
-    one, two = _folded(a, all_rows=b.dim() == 2), _folded(b)
-    batch, m, k = one.shape
+    of_a, two = _folded(a, all_rows=b.dim() == 2), _folded(b)
+    batch, m, k = of_a.shape
     problem = GemmProblem(
         m=m,
         n=b.shape[-1],
         k=k,
         batch=batch,
         dtype=guards.DTYPES[a.dtype],
-        layout_a=_order(one, "row"),
+        layout_a=_order(of_a, "row"),
         layout_b=_order(two, "col"),
         epilogue="_".join(filter(None, ("" if bias is None else "bias", activation))),
     )
     strides = {
         operand.name: guards.along(operand, matrix.stride())
-        for operand, matrix in zip(problem.operands, (one, two), strict=False)
+        for operand, matrix in zip(problem.operands, (of_a, two), strict=False)
         if not guards.lies(matrix, operand.strides)
     }
     return Posed(problem, shape=shape, strides=strides)

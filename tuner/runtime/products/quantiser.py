@@ -73,11 +73,11 @@ def _is_proven(kernel: LoadedKernel, device: torch.device, composed: Composed) -
     rows = rows.to(torch.bfloat16)
     rows[0], rows[1] = 0.0, -0.0
     rows[2, 5], rows[3, 130], rows[4, 300] = torch.inf, -torch.inf, torch.nan
-    found, wanted = _launch(kernel, rows), composed(rows)
+    came, due = _launch(kernel, rows), composed(rows)
     bits = (torch.uint8, torch.int32)
     return all(
         torch.equal(own.contiguous().view(kind), theirs.contiguous().view(kind))
-        for own, theirs, kind in zip(found, wanted, bits, strict=True)
+        for own, theirs, kind in zip(came, due, bits, strict=True)
     )
 
 

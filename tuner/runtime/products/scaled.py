@@ -111,8 +111,8 @@ class ScaledCall(_Scaled, Call):
         if factor is None or out_dtype.itemsize > 1:
             return torch._scaled_mm(a, b, scale_a, scale_b, bias, None, *kind)
         if bias is None and scale_a.numel() == scale_b.numel() == 1:
-            left = scale_a * factor.view(scale_a.shape)
-            return torch._scaled_mm(a, b, left, scale_b, None, None, *kind)
+            scale_l = scale_a * factor.view(scale_a.shape)
+            return torch._scaled_mm(a, b, scale_l, scale_b, None, None, *kind)
         wide_type = torch.bfloat16
         added = None if bias is None else bias.to(wide_type)
         options = added, None, wide_type, self.fast_accum
@@ -159,10 +159,10 @@ def scaled_problem_of(
     if a.dim() != 2 or b.dim() != 2 or a.numel() == 0 or b.numel() == 0:
         raise ConfigError("they are not two matrices, or are empty")
     guards.check_alike(a, b, dtypes=guards.QUANTISED)
-    known = guards.DTYPES if scale_result is None else guards.QUANTISED
-    dtype_d = known.get(out_dtype or torch.float8_e4m3fn)
+    types = guards.DTYPES if scale_result is None else guards.QUANTISED
+    dtype_d = types.get(out_dtype or torch.float8_e4m3fn)
     if dtype_d is None:
-        names = ", ".join(known.values())
+        names = ", ".join(types.values())
         raise ConfigError(f"out_dtype={out_dtype} is not tuned (allowed: {names})")
     (m, k), n = a.shape, b.shape[1]
     if b.shape[0] != k or not (guards.lies(a, (k, 1)) and guards.lies(b, (1, k))):
@@ -204,9 +204,9 @@ def _block_strides(problem: GemmProblem, scale_a: torch.Tensor, scale_b: torch.T
     if problem.scales != "block":
         return {}
     _, _, of_a, of_b, *_ = problem.operands
-    given = ((of_a, scale_a.t()), (of_b, scale_b.t()))
+    pairs = ((of_a, scale_a.t()), (of_b, scale_b.t()))
     return {
         operand.name: guards.along(operand, factors.stride())
-        for operand, factors in given
+        for operand, factors in pairs
         if not guards.lies(factors, operand.strides)
     }

@@ -170,14 +170,14 @@ def _backend(call: Attended) -> int:
     query, key, is_causal = call.query, call.key, call.is_causal
     if not query.is_cuda or not (query.numel() and key.numel()):
         return none
-    chosen = _choice(call)
-    if chosen == _CUDNN and may_be_nan(query.shape[2], key.shape[2]):
-        chosen = _FLASH
+    backend = _choice(call)
+    if backend == _CUDNN and may_be_nan(query.shape[2], key.shape[2]):
+        backend = _FLASH
     is_large = _flops(query, key, is_causal) >= MIN_CUDNN_FLOPS
-    if chosen == _FLASH and is_large and _takes_cudnn(call):
+    if backend == _FLASH and is_large and _takes_cudnn(call):
         return _CUDNN
-    is_bottom_right = is_causal and chosen == _FLASH and query.shape[2] != key.shape[2]
-    return none if is_bottom_right else chosen
+    is_bottom_right = is_causal and backend == _FLASH and query.shape[2] != key.shape[2]
+    return none if is_bottom_right else backend
 
 
 def _flops(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> float:
@@ -207,14 +207,14 @@ def _takes_cudnn(call: Attended) -> bool:
         return False
     tensors = query, key, value
     kind = is_causal, query.dtype, query.device, *((t.shape, t.stride()) for t in tensors)
-    known = _cudnn_takes.get(kind)
-    if known is None:
-        asked = backends.SDPAParams(*tensors, None, 0.0, is_causal, call.is_grouped)
-        known = bool(backends.can_use_cudnn_attention(asked, False))
+    cached = _cudnn_takes.get(kind)
+    if cached is None:
+        params = backends.SDPAParams(*tensors, None, 0.0, is_causal, call.is_grouped)
+        cached = bool(backends.can_use_cudnn_attention(params, False))
         if len(_cudnn_takes) >= _MAX_KNOWN:
             _cudnn_takes.clear()
-        _cudnn_takes[kind] = known
-    return known
+        _cudnn_takes[kind] = cached
+    return cached
 
 
 def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

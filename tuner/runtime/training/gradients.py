@@ -70,9 +70,9 @@ class GradientsCall(_Gradients, PlannedCall):
         laid = [tensor.stride() for tensor in self.inputs]
         laid += [guards.dense(t.shape, t.stride()) for t in (query, key, value)]
         strides = {
-            operand.name: found
+            operand.name: at
             for operand, own in zip(problem.operands, laid, strict=True)
-            if (found := guards.along(operand, own)) != operand.strides
+            if (at := guards.along(operand, own)) != operand.strides
         }
         return Posed(problem, posed.scale, strides=strides)
 

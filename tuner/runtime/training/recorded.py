@@ -30,10 +30,10 @@ def recorded(
         compose: output by PyTorch's operations.
     """
     with torch.no_grad():
-        found = forward(*(t.detach() for t in inputs))
-    if isinstance(found, Refusal):
+        outs = forward(*(t.detach() for t in inputs))
+    if isinstance(outs, Refusal):
         return None
-    out: torch.Tensor = _Attention.apply(*inputs, *found, backward, compose)
+    out: torch.Tensor = _Attention.apply(*inputs, *outs, backward, compose)
     return out
 
 

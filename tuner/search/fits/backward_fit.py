@@ -48,17 +48,17 @@ def fitted(times: Sequence[TimedGradients], starts: Sequence[float] = STARTS_US)
     """Least squares of relative errors, over a grid of fixed times and rates of bytes."""
     grid = itertools.product(starts, RATES_GBS)
     fits = (_at(times, start_us, float(gbs)) for start_us, gbs in grid)
-    return min(fits, key=lambda fit: sum(one.away(fit) ** 2 for one in times))
+    return min(fits, key=lambda fit: sum(t.away(fit) ** 2 for t in times))
 
 
 def _at(times: Sequence[TimedGradients], start_us: float, gbs: float) -> Constants:
     """The rates of products that are best with a fixed time and a rate of bytes."""
     constants = {"us": start_us, "GB/s": gbs}
-    for name in sorted({one.instance for one in times}):
-        mine = [one for one in times if one.instance == name]
-        share = [one.flops / one.us for one in mine]
-        rest = [(start_us + 1e3 * one.moved / gbs) / one.us - 1 for one in mine]
-        slowness = -fmean(map(float.__mul__, share, rest)) / fmean(s * s for s in share)
+    for name in sorted({t.instance for t in times}):
+        mine = [t for t in times if t.instance == name]
+        share = [t.flops / t.us for t in mine]
+        gap = [(start_us + 1e3 * t.moved / gbs) / t.us - 1 for t in mine]
+        slowness = -fmean(map(float.__mul__, share, gap)) / fmean(s * s for s in share)
         constants[name] = 1 / max(slowness, 1e-6)
     return constants
 

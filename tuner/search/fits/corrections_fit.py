@@ -71,10 +71,10 @@ class Correction(NamedTuple):
 
     def fitted(self, calls: Sequence[TimedCall]) -> dict[str, float]:
         """Rates of the least absolute errors."""
-        both = [(call, call.us if self.is_factor else 1.0) for call in calls]
-        amounts = [[of(call) / scale for of in self.amounts.values()] for call, scale in both]
-        wanted = [(call.measured_us - call.us) / scale for call, scale in both]
-        return dict(zip(self.amounts, _least(amounts, wanted), strict=True))
+        pairs = [(call, call.us if self.is_factor else 1.0) for call in calls]
+        amounts = [[of(call) / scale for of in self.amounts.values()] for call, scale in pairs]
+        goal = [(call.measured_us - call.us) / scale for call, scale in pairs]
+        return dict(zip(self.amounts, _least(amounts, goal), strict=True))
 
 
 CORRECTIONS: Mapping[str, Correction] = {
@@ -112,15 +112,15 @@ def calls(found: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, list[TimedC
     Raises:
         ConfigError: when there are none.
     """
-    portfolios = {one.op: one for one in serving(shipped(), gpu)}
+    portfolios = {p.op: p for p in serving(shipped(), gpu)}
     groups: dict[str, list[TimedCall]] = {}
     for row in found:
         problem = problem_from_json(row["problem"])
         portfolio = portfolios.get(problem.op)
         if row["answered"] == "selection" and portfolio and "tuner" in row["us"]:
             for name, call in _timed(row, problem, portfolio):
-                if one := CORRECTIONS.get(name):
-                    groups.setdefault(name, []).append(one.without(call, one.ships(gpu.name)))
+                if fix := CORRECTIONS.get(name):
+                    groups.setdefault(name, []).append(fix.without(call, fix.ships(gpu.name)))
     if not groups:
         raise ConfigError("no call of these files was answered by an own kernel of a portfolio")
     return groups
@@ -170,7 +170,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         raise ConfigError(f"no corrections ship for {gpu.name} (allowed: {', '.join(OWN)})")
     result = Refit(corrections.__name__)
     for name, timed in calls(rows(files), gpu).items():
-        one = CORRECTIONS[name]
-        ships = one.ships(gpu.name)
-        result.fit(name, timed, ships, one.fitted, one.loss, lambda call: call.model)
+        fix = CORRECTIONS[name]
+        ships = fix.ships(gpu.name)
+        result.fit(name, timed, ships, fix.fitted, fix.loss, lambda call: call.model)
     return result

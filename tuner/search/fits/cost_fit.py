@@ -57,7 +57,7 @@ def recordings(places: Sequence[Path]) -> list[Recording]:
 
 def quick_pass(part: Recording) -> list[Measurement]:
     """The quick measurements of own candidates that are legal still."""
-    own = {name: one for name, one in families().items() if not one.is_vendor}
+    own = {name: f for name, f in families().items() if not f.is_vendor}
     return [
         m
         for m in part.measurements
@@ -95,13 +95,13 @@ class CostFits:
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         widest: dict[tuple[str, str], Recording] = {}
-        for part in (part for one in recordings for part in one.walk()):
+        for part in (part for r in recordings for part in r.walk()):
             key = part.problem.key, part.gpu.identity
             if part.regime == estimated(part.problem) and (
                 key not in widest or len(part.measurements) > len(widest[key].measurements)
             ):
                 widest[key] = part
-        quick = (replace(one, measurements=tuple(quick_pass(one))) for one in widest.values())
+        quick = (replace(r, measurements=tuple(quick_pass(r))) for r in widest.values())
         self.parts = list(quick)
         """The widest recording of each problem, its quick pass only."""
         self.folds = cache(self._folds)
@@ -133,7 +133,7 @@ class CostFits:
 
     def _fit(self, name: str, left_out: int | None) -> dict[str, float]:
         folds = self.folds(name)
-        parts = [one for one in self.of(name) if folds[one.problem.key] != left_out]
+        parts = [r for r in self.of(name) if folds[r.problem.key] != left_out]
         return fitted(families()[name], parts)
 
 
@@ -178,7 +178,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     Raises:
         ConfigError: when a family has no constants, or a recording is wrong.
     """
-    members = {name: one for name, one in families().items() if one.cost_constants}
+    members = {name: f for name, f in families().items() if f.cost_constants}
     if unknown := set(only) - set(members):
         allowed = ", ".join(members)
         raise ConfigError(f"family '{min(unknown)}' has no fit (allowed: {allowed})")

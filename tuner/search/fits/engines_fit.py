@@ -65,8 +65,8 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     for domain, calls in sorted(by_domain.items()):
         result.errors.append(f"{domain.label()}: {_replayed(domain, calls)}")
     path = resources.cache() / "portfolio" / f"{gpu.name.lower().replace(' ', '-')}-attention.json"
-    made = replace(ships, engines={**ships.engines, **engines})
-    result.documents[path] = portfolio_json.text(made.to_json())
+    new = replace(ships, engines={**ships.engines, **engines})
+    result.documents[path] = portfolio_json.text(new.to_json())
     return result
 
 
@@ -74,9 +74,9 @@ def _replayed(domain: AnyDomain, calls: Sequence[Measured]) -> str:
     """Each call answered by the ratios of the others."""
     logs, own = [], 0
     for problem, ratio in calls:
-        others = [one for one in calls if one[0] != problem]
-        known: EngineRatios = {domain: ratios_of(others)} if len(others) > 1 else {}
-        is_own = is_engines(problem, known) is False
+        rest_of = [c for c in calls if c[0] != problem]
+        ratios: EngineRatios = {domain: ratios_of(rest_of)} if len(rest_of) > 1 else {}
+        is_own = is_engines(problem, ratios) is False
         logs.append(math.log(ratio) if is_own else 0.0)
         own += is_own
     every = [math.log(ratio) for _, ratio in calls]

@@ -56,28 +56,28 @@ def loss(batch: Batch, rates: Constants) -> float:
     """Time of the schedule that rates choose, as `paged_schedule.best` does, over the fastest,
     less one.
     """
-    times = [(one.expected_us(rates), one) for one in batch]
-    seen = batch[0].batch
-    bound_us = (1 + paged_schedule.TIE * seen.mean / seen.longest) * min(us for us, _ in times)
-    near = ((one.splits, us, one.us) for us, one in times if us <= bound_us)
-    return min(near)[-1] / min(one.us for one in batch) - 1
+    times = [(t.expected_us(rates), t) for t in batch]
+    of = batch[0].batch
+    bound_us = (1 + paged_schedule.TIE * of.mean / of.longest) * min(us for us, _ in times)
+    near = ((t.splits, us, t.us) for us, t in times if us <= bound_us)
+    return min(near)[-1] / min(t.us for t in batch) - 1
 
 
 def fitted(batches: Sequence[Batch]) -> dict[str, float]:
     """Constants of one instance, by least squares of weighted relative errors."""
     near: list[tuple[float, TimedSchedule]] = []
     for batch in batches:
-        least = min(one.us for one in batch)
-        for one in batch:
-            if one.us < _MAX_RATIO * least:
-                is_even = one.batch.mean == one.batch.longest
-                near.append((least / one.us * (_EVEN_WEIGHT if is_even else 1), one))
+        least = min(t.us for t in batch)
+        for t in batch:
+            if t.us < _MAX_RATIO * least:
+                is_even = t.batch.mean == t.batch.longest
+                near.append((least / t.us * (_EVEN_WEIGHT if is_even else 1), t))
 
     def errors(rates: Constants) -> list[float]:
-        return [weight * math.log(one.expected_us(rates) / one.us) for weight, one in near]
+        return [weight * math.log(t.expected_us(rates) / t.us) for weight, t in near]
 
     rates = least_squares(errors, _START._asdict(), 3, f_scale=0.1)
-    if all(one.batch.blocks_per_sm == 1 for _, one in near):
+    if all(t.batch.blocks_per_sm == 1 for _, t in near):
         rates["shared_tile_us"] = rates["tile_us"]
     return rates
 
@@ -87,7 +87,7 @@ def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
     if not (schedules := row.get("schedules")):
         return []
     problem = cast(AttentionProblem, problem_from_json(row["problem"]))
-    queries, keys, found = row["queries"], row["keys"], []
+    queries, keys, times = row["queries"], row["keys"], []
     is_plain = not (problem.is_windowed or problem.has_sinks or problem.softcap)
     if not is_plain or problem.dtype != "bfloat16" or max(queries) > MAX_QUERIES:
         return []
@@ -107,7 +107,7 @@ def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
         if splits > 1 and splits not in splits_of:
             continue
         heads = problem.heads_kv if "padded" in words else problem.heads_q // packed
-        seen = Decoding(
+        batch = Decoding(
             instance(problem.head_dim),
             tile_n,
             blocks_per_sm,
@@ -118,8 +118,8 @@ def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
             round(fmean(keys)),
             len(keys) * 4 * problem.heads_kv * problem.head_dim,
         )
-        found.append(TimedSchedule(seen, splits, combine, us))
-    return found
+        times.append(TimedSchedule(batch, splits, combine, us))
+    return times
 
 
 def timed(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[Batch]:

@@ -69,10 +69,10 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     peers: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
     for (domain, kernel), some in sorted(measured(rows(files)).items()):
         build = builds[ANSWERS[kernel]]
-        taken = [math.log(ratio) for ratio in _by_others(domain, kernel, some)]
-        text = f"{domain.label()}, {kernel}: {len(some)} calls, answers {len(taken)}"
-        if taken:
-            mean, least = math.exp(fmean(taken)), math.exp(min(taken))
+        logs = [math.log(ratio) for ratio in _by_others(domain, kernel, some)]
+        text = f"{domain.label()}, {kernel}: {len(some)} calls, answers {len(logs)}"
+        if logs:
+            mean, least = math.exp(fmean(logs)), math.exp(min(logs))
             text += f", there {mean:.3f} times as fast as the tuner, at the worst {least:.3f}"
             peers[domain] = (*peers.get(domain, ()), peer_of(kernel, build, some))
         result.errors.append(text)
@@ -85,8 +85,8 @@ def _by_others(domain: AnyDomain, kernel: str, some: Sequence[Measured]) -> Iter
     """Ratios of the calls that a kernel answers by the ratios of other models' calls."""
     for problem, ratio in some:
         model = domain.group(problem)
-        others = [one for one in some if domain.group(one[0]) != model]
-        if len(others) > 1 and peer_of(kernel, "", others).lead(sizes_of(problem)) >= MIN_LEAD:
+        apart = [c for c in some if domain.group(c[0]) != model]
+        if len(apart) > 1 and peer_of(kernel, "", apart).lead(sizes_of(problem)) >= MIN_LEAD:
             yield ratio
 
 

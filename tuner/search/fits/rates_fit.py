@@ -100,8 +100,8 @@ class RatedKernels:
         guesses = flat({name: rates_of(config) for name, config in self.kernels.items()})
         rates: dict[str, float] = {}
         for name in self.kernels:
-            timed = [one for one in products if name in one.us]
-            near = [one for one in timed if one.us[name] <= NEAR * min(one.us.values())]
+            timed = [p for p in products if name in p.us]
+            near = [p for p in timed if p.us[name] <= NEAR * min(p.us.values())]
             if len(near) >= MIN_POINTS:
                 rates |= self._descended(name, guesses, near)
         moved = [rate / guesses[key] for key, rate in rates.items() if key.endswith("step")]
@@ -112,9 +112,9 @@ class RatedKernels:
         self, name: str, guesses: Constants, products: Sequence[TimedProduct]
     ) -> Constants:
         def error(rates: Constants) -> float:
-            expected = (self.expected_us(one.problem, name, rates) for one in products)
+            expected = (self.expected_us(p.problem, name, rates) for p in products)
             pairs = zip(expected, products, strict=True)
-            return fmean(math.log(us / one.us[name]) ** 2 for us, one in pairs)
+            return fmean(math.log(us / p.us[name]) ** 2 for us, p in pairs)
 
         step, end = f"{name} step", f"{name} end"
         best = {key: guesses[key] for key in (step, end)}
@@ -133,7 +133,7 @@ class RatedKernels:
 
 def flat(rates: Mapping[str, Rates]) -> dict[str, float]:
     """Rates by kernel and part."""
-    return {f"{k} {part}": v for k, one in rates.items() for part, v in one._asdict().items()}
+    return {f"{k} {part}": v for k, r in rates.items() for part, v in r._asdict().items()}
 
 
 def rules(gpu: Gpu) -> dict[str, tuple[RatedKernels, Constants]]:
@@ -170,9 +170,9 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     Raises:
         ConfigError: when a file is wrong, or times no kernel of a rule.
     """
-    result, found = Refit(f"{products_rule.__name__} and {grouped_rule.__name__}"), rows(files)
+    result, timed = Refit(f"{products_rule.__name__} and {grouped_rule.__name__}"), rows(files)
     for op, (rule, ships) in rules(gpu).items():
-        if products := products_of(op, found, rule):
+        if products := products_of(op, timed, rule):
             result.fit(op, products, ships, rule.fitted, rule.loss, lambda one: one.layer)
     if not result.constants:
         raise ConfigError("no kernel of a rule is timed in these files")

@@ -76,7 +76,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     Raises:
         ConfigError: when a file is wrong, or no own kernel answered a call.
     """
-    portfolios = {one.op: one for one in shipped() if one.gpu == gpu}
+    portfolios = {p.op: p for p in shipped() if p.gpu == gpu}
     by_domain: dict[AnyDomain, list[RatioCall]] = defaultdict(list)
     for call in calls(rows(files), portfolios):
         by_domain[call.selection.domain].append(call)
@@ -92,8 +92,8 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
             for domain, models in portfolio.domains.items()
         }
         path = resources.cache() / "portfolio" / f"{gpu.name.lower().replace(' ', '-')}-{op}.json"
-        made = replace(portfolio, domains=domains)
-        result.documents[path] = portfolio_json.text(made.to_json())
+        new = replace(portfolio, domains=domains)
+        result.documents[path] = portfolio_json.text(new.to_json())
     return result
 
 
@@ -108,7 +108,7 @@ def _by_others(
 
     def others(call: RatioCall) -> Ratios | None:
         some = by_domain[call.selection.domain]
-        return _ratios([one for one in some if one.model != call.model])
+        return _ratios([c for c in some if c.model != call.model])
 
     return others
 

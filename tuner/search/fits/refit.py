@@ -53,13 +53,13 @@ class Refit:
         """
         best = fitted(list(items))
         self.note(title, ships, best)
-        losses = {"as it ships": [loss(one, ships) for one in items]}
-        losses["fitted"] = [loss(one, best) for one in items]
-        parts = [part(one) for one in items] if part else []
+        losses = {"as it ships": [loss(x, ships) for x in items]}
+        losses["fitted"] = [loss(x, best) for x in items]
+        parts = [part(x) for x in items] if part else []
         for left_out in dict.fromkeys(parts) if len(set(parts)) > 1 else ():
             pairs = list(zip(items, parts, strict=True))
-            others = fitted([one for one, of in pairs if of != left_out])
-            mine = [loss(one, others) for one, of in pairs if of == left_out]
+            fit = fitted([x for x, of in pairs if of != left_out])
+            mine = [loss(x, fit) for x, of in pairs if of == left_out]
             losses.setdefault("left out", []).extend(mine)
         shown = (f"{what} {fmean(v):.2%}, worst {max(v):.1%}" for what, v in losses.items())
         self.errors.append(f"{title}: {len(items)} measured; mean loss {'; '.join(shown)}")
@@ -101,20 +101,20 @@ def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
     Raises:
         ConfigError: when a file cannot be read, or no row is left.
     """
-    found: list[dict[str, Any]] = []
+    parsed: list[dict[str, Any]] = []
     for path in paths:
         try:
             text = text_of(path)
             lines = text[: text.rfind("\n") + 1].splitlines()
-            found += [dict(document.parse(line)) for line in lines[1:]]
-            for row in found:  # a bench's own contenders are called tuner, and tuner NAME
+            parsed += [dict(document.parse(line)) for line in lines[1:]]
+            for row in parsed:  # a bench's own contenders are called tuner, and tuner NAME
                 us = row.get("us", {}).items()
                 row["us"] = {name.removeprefix("tuner "): time_us for name, time_us in us}
         except (OSError, EOFError, ValueError, TypeError) as exc:
             raise ConfigError(f"{path} is not a bench's file of JSON lines: {exc}") from exc
-    if not found:
+    if not parsed:
         raise ConfigError("no row to fit to (wanted: FILE of a bench, as its --json writes it)")
-    return found
+    return parsed
 
 
 def least_squares(

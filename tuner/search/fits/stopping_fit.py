@@ -31,15 +31,15 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     if not searches:
         raise ConfigError("no simulated search (wanted: rows of scripts/bench search)")
     result = Refit(str(expectation.file()))
-    ships = {(one.op, f"{one.effort} {one.cores}"): one for one in expectation.shipped()}
+    ships = {(e.op, f"{e.effort} {e.cores}"): e for e in expectation.shipped()}
     fitted = []
     for (op, name), ends in searches.items():
         effort, cores = name.split()
         values: dict[str, float] = {}
         for place, of in enumerate(("seconds", "loss")):
-            each = sorted(end[place] for case in ends for end in case)
-            values[of] = round(median(each), 4)
-            values[f"{of}_p90"] = round(each[math.ceil(0.9 * len(each)) - 1], 4)
+            ends_of = sorted(end[place] for case in ends for end in case)
+            values[of] = round(median(ends_of), 4)
+            values[f"{of}_p90"] = round(ends_of[math.ceil(0.9 * len(ends_of)) - 1], 4)
         fitted.append(Expectation(op, effort, int(cores), len(ends), **values))
         before = ships.get((op, name))
         result.note(f"{op} {name}", before.to_json() if before else {}, values)
@@ -47,6 +47,6 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     result.documents[expectation.file()] = {
         "what": "seconds simulated, losses replayed: tuner fit stopping",
         "seeds": len(ends[0]),
-        "expected": [one.to_json() for one in fitted],
+        "expected": [e.to_json() for e in fitted],
     }
     return result
