@@ -172,7 +172,7 @@ def checked(cls: type, data: Any) -> dict[str, Any]:
         raise ConfigError(f"{cls.__name__}: {data!r} is not an object")
     for name, words, types in _known_fields(cls):
         if name in data:
-            value = data[name]
+            value: Any = data[name]
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise ConfigError(f"{name}={value!r} is not {words}")
             if float in types and value is not None:

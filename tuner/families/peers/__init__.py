@@ -370,7 +370,7 @@ def rated_us(rates: Sequence[float], problem: Any, gpu: Gpu) -> float:
     start_us, *tflops = rates
     rate = tflops[2 * (problem.head_dim > 64) + problem.is_causal]
     rate *= gpu.peak_tflops / DEFAULT_GPU.peak_tflops
-    return start_us + max(problem.flops / rate / 1e6, problem.bytes / gpu.memory_gbs / 1e3)
+    return float(start_us + max(problem.flops / rate / 1e6, problem.bytes / gpu.memory_gbs / 1e3))
 
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
