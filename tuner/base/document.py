@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from tuner.errors import ConfigError
 
@@ -172,12 +172,12 @@ def checked(cls: type, data: Any) -> dict[str, Any]:
         raise ConfigError(f"{cls.__name__}: {data!r} is not an object")
     for name, words, types in _known_fields(cls):
         if name in data:
-            value: Any = data[name]
+            value = data[name]
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise ConfigError(f"{name}={value!r} is not {words}")
             if float in types and value is not None:
                 try:
-                    is_finite = math.isfinite(value)
+                    is_finite = math.isfinite(cast(float, value))
                 except OverflowError as exc:  # a whole number of more than 308 digits
                     raise ConfigError(f"{name} is too large for a floating-point number") from exc
                 if not is_finite:
