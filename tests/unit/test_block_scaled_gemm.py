@@ -15,8 +15,9 @@ from tuner.errors import ConfigError
 from tuner.families import families_of
 from tuner.families.base import Ref, group_by_kernels
 from tuner.families.block_scaled_gemm import KERNEL, BlockScaledGemm
-from tuner.families.block_scaled_gemm.shape import smem_bytes, stage_bytes, tiles
+from tuner.families.block_scaled_gemm.shape import smem_bytes, stage_bytes
 from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm
+from tuner.families.strided_product import tiles
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
 from tuner.problem import GemmProblem, GroupedGemmProblem
 
