@@ -180,7 +180,7 @@ def test_only_the_operation_that_is_named_is_built(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--jobs", "0"], ["--shape", "S=0,D=64"], ["--gpu", "TPU"]],
+    [["--shape", "S=0,D=64"], ["--gpu", "TPU"]],
 )
 def test_wrong_input_is_named(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"allowed"):

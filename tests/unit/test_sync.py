@@ -384,5 +384,6 @@ def test_a_token_that_no_header_carries_is_refused_at_the_start(
 
 @pytest.mark.parametrize("pause", ["inf", "nan", "0", "-1", "1e300", "604801"])
 def test_pauses_out_of_range(pause: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sync", "http://127.0.0.1:9", f"--every={pause}"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["sync", "http://127.0.0.1:9", f"--every={pause}"])
     assert "is out of range (allowed: 1 to 604800)" in capsys.readouterr().err

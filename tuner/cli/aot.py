@@ -173,7 +173,7 @@ class Paced:
     """Says when progress is due: after some seconds, and then every `PROGRESS_S`."""
 
     def __init__(self, first_s: float = 0.0) -> None:
-        self._next = time.monotonic() + first_s
+        self._next = time.monotonic() + first_s if first_s else -math.inf
 
     def is_due(self) -> bool:
         """True if progress is to be told now."""

@@ -293,7 +293,7 @@ def import_file(args: argparse.Namespace) -> int:
 
 
 def imported_text(report: ImportReport, others: str) -> str:
-    """What became of imported entries, and of what came with them."""
+    """Text of an import: the entries, and the others that came with them."""
     text = (
         f"{describe.counted(report.entries_added, 'entry')} added, "
         f"{report.entries_replaced} replaced, {report.entries_known} known already, {len(report.entries_kept)} not taken; {others}"

@@ -343,7 +343,7 @@ def step_clocks(config: Config) -> float:
 def loop_work(
     kernel: str, problem: GemmProblem, config: Config, gpu: Gpu, depth: int, smem: int
 ) -> Work:
-    """What a launch of such a main loop asks of the chip.
+    """Demands of a launch of such a main loop on the chip.
 
     Args:
         kernel: name of the kernel.
