@@ -7,7 +7,7 @@ least time by the family's estimate, with each kernel's rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from math import ceil
 
@@ -22,11 +22,11 @@ from tuner.families.block_scaled_gemm import (
     Rates,
     estimate_us,
 )
-from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, deepened, tiles
+from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, deepened
 from tuner.families.rule import RuleSelection
+from tuner.families.strided_product import tiles
 from tuner.families.target import Target
 from tuner.hardware import HOPPER, Gpu
-from tuner.measurement import Regime
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem
 
 FILLED_CLOCKS, HIDDEN_ROWS = 4.5, 8.0
@@ -125,14 +125,12 @@ def serves(problem: GemmProblem, gpu: Gpu) -> bool:
 
 def select(problem: GemmProblem, gpu: Gpu) -> RuleSelection | None:
     """The rule's kernels for a problem; None when none takes it."""
-    found = []
+    expected = []
     for config, rates in KERNELS.items():
         reads = tiles(problem, config)[1] if config["swap_ab"] else 1
         if reads <= MAX_READS and families()[config.family].accepts(problem, config, gpu):
-            found.append((expected_us(problem, config, gpu, rates), config))
-    found.sort(key=lambda one: one[0])
-    doubts = ("chosen by the rule of products with factors of blocks",)
-    return RuleSelection(tuple(found), Regime(), doubts) if found else None
+            expected.append((expected_us(problem, config, gpu, rates), config))
+    return RuleSelection.of(expected, "chosen by the rule of products with factors of blocks")
 
 
 def expected_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) -> float:
@@ -155,10 +153,5 @@ def _filled_us(problem: GemmProblem, config: Config, gpu: Gpu) -> float:
 @cache
 def targets() -> tuple[Target, ...]:
     """The kernels, to be built and proven."""
-    return tuple(_targets())
-
-
-def _targets() -> Iterator[Target]:
     small = GemmProblem(512, 1024, 1024, dtype=E4M3, scales="block")
-    for config in KERNELS:
-        yield Target(config, small)
+    return tuple(Target(config, small) for config in KERNELS)
