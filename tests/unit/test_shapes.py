@@ -286,8 +286,9 @@ def test_ranks_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     words = ["shapes", "--model", str(model), "--seqlen", "512", "--op", "attention", "--ranks"]
     assert main([*words, "8"]) == 0
     assert "H=4,HKV=1" in capsys.readouterr().out
-    assert main([*words, "0"]) == 2
-    assert "ranks=0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "0"])
+    assert "--ranks: 0 is out of range" in capsys.readouterr().err
 
 
 def test_a_list_without_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ class Runner(Protocol):
 
 
 class OfflineRunner(ABC):
-    """Runner without a GPU: it compiles nothing, and answers a group when it is collected."""
+    """Runner without a GPU: it compiles nothing, and answers a group when it is submitted."""
 
     gpu: Gpu
     regime: Regime
@@ -147,7 +147,7 @@ class OfflineRunner(ABC):
     building = 0
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Problem, list[Config]]] = deque()
+        self._queue: deque[list[Measurement]] = deque()
         self._is_cancelled = False
 
     @abstractmethod
@@ -164,7 +164,7 @@ class OfflineRunner(ABC):
 
     def submit(self, problem: Problem, group: Sequence[Config]) -> None:
         self._is_cancelled = False
-        self._queue.append((problem, list(group)))
+        self._queue.append([self._answer(problem, config) for config in group])
 
     def under_way(self, problem: Problem) -> list[Building]:
         return []
@@ -173,13 +173,9 @@ class OfflineRunner(ABC):
         self._queue.clear()
 
     def collect(self, timeout_s: float | None = None) -> list[Measurement]:
-        try:
-            problem, group = self._queue.popleft()
-        except IndexError:
-            if self._is_cancelled:
-                return []
-            raise BenchmarkError("nothing was submitted to collect") from None
-        return [self._answer(problem, config) for config in group]
+        if not self._queue and not self._is_cancelled:
+            raise BenchmarkError("nothing was submitted to collect")
+        return self._queue.popleft() if self._queue else []
 
     def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
         return []

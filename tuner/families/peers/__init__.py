@@ -169,14 +169,14 @@ class Vendor(Family):
             return f"{self.name} has no kernel '{kernel}' for {problem.op}"
         if reason := self.refusal(problem, kernel):
             return reason
-        if scale != 1.0 and not self.takes_scale:
-            return f"{kernel} is offered with alpha 1, not {scale}"
         try:
             import torch
         except ImportError as exc:
             return f"torch is not installed ({exc}): {extra_command('torch')}"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA GPU"
+        if scale != 1.0 and not self.takes_scale:
+            return f"{kernel} is offered with alpha 1, not {scale}"
         try:
             call = self.connected(problem, config, scale)
         except FAILURES as exc:
