@@ -296,7 +296,8 @@ def imported_text(report: ImportReport, others: str) -> str:
     """Text of an import: the entries, and the others that came with them."""
     text = (
         f"{describe.counted(report.entries_added, 'entry')} added, "
-        f"{report.entries_replaced} replaced, {report.entries_known} known already, {len(report.entries_kept)} not taken; {others}"
+        f"{report.entries_replaced} replaced, {report.entries_known} known already, "
+        f"{len(report.entries_kept)} not taken; {others}"
     )
     refused = (
         f"not taken: {label}: this store has its own or a newer decision"
