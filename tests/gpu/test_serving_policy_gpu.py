@@ -69,7 +69,7 @@ def cache(
     folder = tmp_path_factory.mktemp("serving")
     (shared_cache / "artifacts").mkdir(parents=True, exist_ok=True)
     (folder / "artifacts").symlink_to((shared_cache / "artifacts").resolve())
-    tuner(folder, "sweep", "--shape", TUNED, "--family", "fused_attention", "--trials", "4")
+    tuner(folder, "sweep", "--shape", TUNED, "--family", "fused_attention", "--trials", "2")
     return folder
 
 
