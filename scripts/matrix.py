@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 TOP = Path(__file__).parents[1]
 _LIMIT_S = 3600
 _PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--quiet")
-_PYTEST = ("-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900")
+_PYTEST = ("-P", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "900")
 _COMPILER = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]=="
 _ENGINE = ("architecture", "continuous_batching", "runtime_transformers", "runtime_versions")
 _STORE = ("store", "jobs", "migrate", "backup", "exchange", "optuna_storage", "optuna_journals")
@@ -65,10 +65,13 @@ def rows() -> list[Row]:
         "transformers": (("5.17.0", "5.20.2", "5.22.2", "5.23.0", "5.24.0"), _ENGINE),
         "sqlalchemy": (("2.0.58", "2.1.0", "2.1.9"), _STORE),
         "optuna": (("5.0.0",), ("study", "optuna_storage", "optuna_journals", "sweep")),
+        "ray": (("2.60.0",), ("on_ray", "ray_fakes")),
         "cuda-bindings": (("13.2.0", "13.4.4", "13.5.0"), ("device", "gpus", "stopwatch")),
     }
     for name, (versions, tests) in packages.items():
-        found += [Row(name, each, tests, requirements=(f"{name}=={each}",)) for each in versions]
+        more = ("psutil",) if name == "transformers" else ()  # its batches ask for free memory
+        for version in versions:
+            found.append(Row(name, version, tests, requirements=(f"{name}=={version}", *more)))
     for version in ("13.0.2", "13.1.2.0", "13.2.2", "13.3.1", "13.4.3", "13.5.0"):
         tests = ("compiler", "gemv_compile", "softmax_compile")
         found.append(Row("nvcc of CUDA", version, tests, "compile", (f"{_COMPILER}{version}",)))
@@ -93,7 +96,7 @@ def run(row: Row, folder: Path) -> str:
         python = _environment(row.version, folder)
         variables["TUNER_TEST_TORCH"] = "0"
     elif row.requirements:
-        _install(sys.executable, "--target", str(folder), "--no-deps", *_whole(row))
+        _install(sys.executable, "--target", str(folder), *row.requirements)
         if row.folder == "compile":
             variables["TUNER_NVCC"] = str(folder / "nvidia/cu13/bin/nvcc")
         else:
@@ -111,20 +114,9 @@ def run(row: Row, folder: Path) -> str:
         timeout=_LIMIT_S,
         check=False,
     )
-    if done.returncode:
+    if done.returncode or f"{row.thing} is not installed" in done.stdout:
         raise subprocess.CalledProcessError(done.returncode, done.args, done.stdout)
     return done.stdout
-
-
-def _whole(row: Row) -> Iterator[str]:
-    """The row's requirements; of a toolkit its parts, which pip would leave out with the others."""
-    for requirement in row.requirements:
-        if not requirement.startswith(_COMPILER):
-            yield requirement
-            continue
-        report = _output(sys.executable, *_PIP, "--dry-run", "--report", "-", requirement)
-        for part in json.loads(report)["install"]:
-            yield f"{part['metadata']['name']}=={part['metadata']['version']}"
 
 
 def _environment(version: str, folder: Path) -> str:
@@ -135,7 +127,7 @@ def _environment(version: str, folder: Path) -> str:
     _output(base, "-P", "-m", "venv", str(folder))
     python = str(folder / "bin/python")
     needed = ("pytest", "pytest-timeout", "hypothesis", "scipy", "scikit-learn", "setuptools>=77")
-    _install(python, "--editable", f"{TOP}[service]", *needed)
+    _install(python, "--editable", f"{TOP}[postgres,service]", *needed)
     return python
 
 
@@ -177,7 +169,7 @@ def record(row: Row) -> dict[str, Any]:
         except Missing as exc:
             said, result = str(exc), "not run"
     counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped)", said)
-    faults = re.findall(r"^(?:FAILED|ERROR) .*", said, re.M)
+    faults = re.findall(r"^(?:FAILED|ERROR) tests.*", said, re.M)
     text = said if result == "not run" else ", ".join(counts[-4:])
     day = datetime.date.today().isoformat()
     return {"row": row.label, "day": day, "result": result, "tests": text, "faults": faults[:9]}

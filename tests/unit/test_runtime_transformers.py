@@ -315,7 +315,7 @@ def test_what_the_models_own_attention_reads_is_decided() -> None:
         for argument in arguments(text, match.end() - 1)
         if argument and not argument.startswith("*")
     }
-    assert {"softcap", "position_bias", "sinks"} <= read and read <= DECIDED
+    assert {"softcap", "position_bias"} <= read and read <= DECIDED
 
 
 GEMMA = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -47,8 +47,9 @@ from tuner.tuning.sweep import Sweep, SweepOptions
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(f"sqlite:///{tmp_path}/store.sqlite")
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as opened:
+        yield opened
 
 
 def test_a_toy_family_is_swept_to_its_optimum(store: Store) -> None:
@@ -368,6 +369,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert record is not None
     assert (record.id, record.state) == (outcome.sweep, "done")
     assert {m.sweep for m in store.measurements(final=False)} == {record.id}, "one sweep"
+    store.close()
 
 
 def test_failures_are_counted_and_never_win(store: Store) -> None:
