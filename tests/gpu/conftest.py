@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gating import Gated
 
 from tuner.base import resources
 from tuner.compile import dispatcher
@@ -95,6 +96,12 @@ def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
     made = Gate(device, load(future.result()))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def gated(device: Device, gate: Gate, compiler: Compiler) -> Gated:
+    """Candidates before the gate."""
+    return Gated(device, gate, compiler)
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
+from gating import Gated
 
 import tuner
-from tuner.compile.compiler import Compiler
-from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.families.fused_attention_backward import rule as backward
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import Device, Pool, detect
-from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.gate.inputs import KINDS, Offsets, moments, offsets, scale_of
-from tuner.measure.subjects import WORKSPACE, CompiledSubject, VendorSubject
-from tuner.measurement import Status
+from tuner.measure.device import detect
+from tuner.measure.gate import REFERENCE
+from tuner.measure.gate.inputs import Offsets, moments, offsets, scale_of
 from tuner.problem import AttentionBackwardProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -259,40 +256,15 @@ def kernels() -> list[KernelSpec]:
 
 @pytest.mark.parametrize("problem", OWN, ids=lambda problem: problem.label())
 def test_own_kernels_pass_the_gate_on_low_scores(
-    device: Device, gate: Gate, compiler: Compiler, problem: AttentionBackwardProblem
+    gated: Gated, problem: AttentionBackwardProblem
 ) -> None:
-    member, config = family("fused_attention_backward"), config_of(problem)
-    ((name, spec),) = member.kernels(problem, config).items()
-    [(_, future)] = compiler.submit([spec])
-    loaded = {name: load(future.result())}
-    gate.open(problem, 5)
-    with Pool(device) as pool:
-        for kind in KINDS[problem.op]:
-            scale = scale_of(problem, kind)
-            subject = CompiledSubject(device, member, problem, config, loaded, scale)
-            own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-            gate.load(kind)
-            gate.arm([own])
-            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, scale)()
-            verdict = gate.examine([own])
-            assert verdict.status is Status.OK, f"{kind}: {verdict.log}"
+    gated.passes(problem, config_of(problem))
 
 
 @pytest.mark.parametrize("kernel", ["flash2", "flash3"])
-def test_vendors_pass_the_gate_on_low_scores(device: Device, gate: Gate, kernel: str) -> None:
-    member = family("sdpa_backward")
+def test_vendors_pass_the_gate_on_low_scores(gated: Gated, kernel: str) -> None:
     problem = AttentionBackwardProblem.parse("H=4,S=704,D=64,dtype=bf16")
-    config = Config(member.name, {"kernel": kernel})
-    if isinstance(reason := member.vendor_call(problem, config, scale_of(problem)), str):
-        pytest.skip(reason)
-    subject = VendorSubject(device, member, problem, config)
-    gate.open(problem, 5)
-    gate.load("low_scores")
-    gate.arm()
-    subject.bind(gate.pointers, scale_of(problem), deliver=True)()
-    verdict = gate.examine()
-    subject.close()
-    assert verdict.status is Status.OK, verdict.log
+    gated.passes(problem, Config("sdpa_backward", {"kernel": kernel}), ["low_scores"])
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

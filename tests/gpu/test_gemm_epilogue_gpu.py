@@ -5,84 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gating import pass_the_gate
+from gating import Gated, specs_of
 from gemm_cases import EPILOGUE_SIZES as SIZES
 from gemm_cases import EPILOGUES as CASES
 from gemm_cases import with_epilogue as problem_of
 
-from tuner.compile.compiler import Compiler
-from tuner.compile.loading import LoadedKernel, load
 from tuner.families.base import KernelSpec, Ref
-from tuner.families.gemm import Gemm, Matrix, gemm_launch
-from tuner.hardware import DEFAULT_GPU
+from tuner.families.gemm import Matrix, gemm_launch
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.subjects import CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import EPILOGUES
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytestmark = pytest.mark.gpu
 
-GEMM = Gemm()
-
-
-def spec_of(epilogue: str) -> KernelSpec:
-    return GEMM.kernels(problem_of(epilogue), CASES[epilogue][2])["gemm"]
-
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    return [REFERENCE, *map(spec_of, CASES)]
-
-
-def compiled(compiler: Compiler, epilogue: str) -> LoadedKernel:
-    [(_, future)] = compiler.submit([spec_of(epilogue)])
-    return load(future.result())
+    return specs_of([(problem_of(epilogue), CASES[epilogue][2]) for epilogue in CASES])
 
 
 def test_every_epilogue_has_a_case() -> None:
     assert sorted(CASES) == sorted(EPILOGUES)
-    for epilogue, (*_, chosen) in CASES.items():
-        for size in SIZES:
-            assert GEMM.violations(problem_of(epilogue, size), chosen, DEFAULT_GPU) == []
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("epilogue", CASES)
-def test_the_gate_passes_it(
-    device: Device,
-    gate: Gate,
-    compiler: Compiler,
-    epilogue: str,
-    size: tuple[int, int, int, int],
-) -> None:
-    problem, chosen = problem_of(epilogue, size), CASES[epilogue][2]
-    loaded = {"gemm": compiled(compiler, epilogue)}
-    subject = CompiledSubject(device, GEMM, problem, chosen, loaded, 1.0)
-    pass_the_gate(device, gate, problem, subject)
+def test_the_gate_passes_it(gated: Gated, epilogue: str, size: tuple[int, int, int, int]) -> None:
+    gated.passes(problem_of(epilogue, size), CASES[epilogue][2])
 
 
-def test_the_gate_misses_a_part_that_is_zero(
-    device: Device, gate: Gate, compiler: Compiler
-) -> None:
-    chosen = CASES["bias_residual"][2]
-    loaded = {"gemm": compiled(compiler, "bias_residual")}
-    both = problem_of("bias_residual")
-    gate.open(both, 5)
-    gate.load("random")
-    [launch] = GEMM.launches(both, chosen, 1.0)
-    at = gate.pointers
+def test_the_gate_misses_a_part_that_is_zero(gated: Gated) -> None:
+    both, device = problem_of("bias_residual"), gated.device
+    subject = gated.subject(both, CASES["bias_residual"][2])
+    gated.gate.open(both, 5)
+    gated.gate.load("random")
     with Pool(device) as pool:
         zeros = pool.allocate(both.output.bytes)
         device.fill8(zeros, 0, both.output.bytes)
         for missing in ("bias", "residual"):
-            gate.arm()
-            tensors = [
-                zeros if ref.operand == missing else at[ref.operand] for ref in launch.tensors
-            ]
-            loaded["gemm"].launch(tensors, launch.integers, launch.scalars, 0, device.stream)
-            assert gate.examine().status is Status.WRONG_RESULT, missing
+            verdict = gated.judged(subject, both, {missing: zeros})
+            assert verdict.status is Status.WRONG_RESULT, missing
 
 
 def read16(device: Device, pointer: int, shape: tuple[int, ...]) -> Any:
@@ -90,9 +53,10 @@ def read16(device: Device, pointer: int, shape: tuple[int, ...]) -> Any:
     return np.frombuffer(device.read(pointer, size), np.float16).reshape(shape).astype(np.float64)
 
 
-def test_alpha_beta_and_a_residual_in_place(device: Device, gate: Gate, compiler: Compiler) -> None:
+def test_alpha_beta_and_a_residual_in_place(gated: Gated) -> None:
     """D = alpha A B + bias + beta C, with C and D one tensor."""
     problem, chosen = problem_of("bias_residual"), CASES["bias_residual"][2]
+    device, gate = gated.device, gated.gate
     gate.open(problem, 9)
     gate.load("random")
     m, n, k = problem.m, problem.n, problem.k
@@ -108,7 +72,7 @@ def test_alpha_beta_and_a_residual_in_place(device: Device, gate: Gate, compiler
         extra={"bias": Ref("bias"), "residual": Ref("d")},
     )
     device.copy(at["d"], at["residual"], problem.output.bytes)
-    kernel = compiled(compiler, "bias_residual")
+    kernel = gated.loaded(problem, chosen)["gemm"]
     tensors = [at[ref.operand] for ref in launch.tensors]
     kernel.launch(tensors, launch.integers, launch.scalars, 0, device.stream)
     device.wait()

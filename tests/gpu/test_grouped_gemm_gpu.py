@@ -1,84 +1,77 @@
-"""The grouped kernels against fp64, through the gate, at groups that no tile divides."""
+"""The grouped kernels against fp64, with factors of blocks and without: through the gate, at groups
+of any rows, which no tile divides.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from gating import pass_the_gate
+from block_scaled_cases import CASES as BLOCKS
+from block_scaled_cases import GROUPED, GROUPED_SIZES, grouped
+from gating import Case, Gated, specs_of
 from grouped_gemm_cases import CASES, SIZES
 
-from tuner.compile.compiler import Compiler
-from tuner.compile.loading import load
 from tuner.families.base import KernelSpec
-from tuner.families.grouped_gemm import GroupedGemm
-from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import Device, Pool
-from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.gate.inputs import KINDS
-from tuner.measure.subjects import WORKSPACE, CompiledSubject
-from tuner.measurement import Status
-from tuner.problem import GroupedGemmProblem
+from tuner.measure.device import Pool
+from tuner.measure.subjects import WORKSPACE
+from tuner.problem import E4M3, GroupedGemmProblem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
-GROUPED = GroupedGemm()
+#: Those beside the small ones that groups of a warp's lanes, and their tiles, go beyond.
+BLOCK_SIZES = (*GROUPED_SIZES, (64, 2048, 1408, 2048), (8, 4096, 1024, 512))
+
+
+def plain(case: str, *size: int | str) -> Case:
+    dtype, chosen = CASES[case]
+    return GroupedGemmProblem(*size, dtype=dtype), chosen  # type: ignore[arg-type]
+
+
+def scaled(case: str, *size: int | str) -> Case:
+    return GroupedGemmProblem(*size, dtype=E4M3), grouped(BLOCKS[case])  # type: ignore[arg-type]
 
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    specs = [
-        GROUPED.kernels(GroupedGemmProblem(*SIZES[0], dtype=dtype), chosen)["grouped_gemm"]
-        for dtype, chosen in CASES.values()
-    ]
-    return [REFERENCE, *specs]
-
-
-def prepared(
-    device: Device, compiler: Compiler, case: str, size: tuple[int, int, int, int, Any]
-) -> tuple[GroupedGemmProblem, CompiledSubject]:
-    dtype, chosen = CASES[case]
-    problem = GroupedGemmProblem(*size, dtype=dtype)
-    assert GROUPED.violations(problem, chosen, DEFAULT_GPU) == []
-    specs = GROUPED.kernels(problem, chosen)
-    built = compiler.submit(list(specs.values()))
-    loaded = {name: load(future.result()) for name, (_, future) in zip(specs, built, strict=True)}
-    return problem, CompiledSubject(device, GROUPED, problem, chosen, loaded, 1.0)
+    plains = [plain(case, *SIZES[0]) for case in CASES]
+    return specs_of([*plains, *(scaled(case, *BLOCK_SIZES[0], "zipf") for case in GROUPED)])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_gate_passes_it(
-    device: Device, gate: Gate, compiler: Compiler, case: str, size: tuple[int, int, int, int, Any]
-) -> None:
-    problem, subject = prepared(device, compiler, case, size)
-    pass_the_gate(device, gate, problem, subject)
+def test_the_gate_passes_it(gated: Gated, case: str, size: tuple[int | str, ...]) -> None:
+    gated.passes(*plain(case, *size))
 
 
-def test_a_captured_call_reads_its_offsets_when_it_is_replayed(
-    device: Device, gate: Gate, compiler: Compiler
-) -> None:
-    problem, subject = prepared(device, compiler, "swapped", (9, 700, 264, 136, "uniform"))
-    gate.open(problem, 5)
-    with Pool(device) as pool:
-        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-        call = subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)
-        call()
-        graph = subject.capture([call])
-        for kind in KINDS[problem.op]:  # each has other rows in a group
-            gate.load(kind)
-            gate.arm([own])
-            graph.replay()
-            verdict = gate.examine([own])
-            assert verdict.status is Status.OK, verdict.log
-        graph.close()
+@pytest.mark.parametrize("size", BLOCK_SIZES, ids=str)
+@pytest.mark.parametrize("case", GROUPED)
+def test_the_gate_passes_it_with_factors(gated: Gated, case: str, size: tuple[int, ...]) -> None:
+    gated.passes(*scaled(case, *size, "zipf"))
 
 
-def test_offsets_beyond_the_rows_write_nothing_beside_them(
-    device: Device, gate: Gate, compiler: Compiler
-) -> None:
+@pytest.mark.parametrize(
+    "posed",
+    [
+        plain("swapped", 9, 700, 264, 136, "uniform"),
+        scaled("square", 9, 700, 264, 400),
+        scaled("swapped", 9, 700, 264, 400),
+    ],
+    ids=["plain", "square", "swapped"],
+)
+def test_a_captured_call_reads_its_offsets_when_it_is_replayed(gated: Gated, posed: Case) -> None:
+    """Each kind of inputs has other rows in a group."""
+    gated.replays(*posed)
+
+
+@pytest.mark.parametrize(
+    "posed",
+    [plain("pingpong", 3, 200, 136, 72, "uniform")]
+    + [scaled(case, 3, 200, 136, 272) for case in GROUPED],
+    ids=["plain", *GROUPED],
+)
+def test_offsets_beyond_the_rows_write_nothing_beside_them(gated: Gated, posed: Case) -> None:
     """Nobody can look at them before the kernel runs: it takes them for the nearest bound."""
-    problem, subject = prepared(device, compiler, "pingpong", (3, 200, 136, 72, "uniform"))
+    problem, gate, device = posed[0], gated.gate, gated.device
+    subject = gated.subject(*posed)
     gate.open(problem, 5)
     with Pool(device) as pool:
         own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)

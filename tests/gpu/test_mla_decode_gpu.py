@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gating import pass_the_gate
+from gating import Gated
 from latent_calls import drawn, is_close, wanted
 
 from tuner.compile.compiler import Compiler
-from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families.base import KernelSpec
-from tuner.families.mla_decode import KERNEL, LATENT, MlaDecode, rule
+from tuner.families.mla_decode import LATENT, MlaDecode, rule
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import Device
-from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.subjects import CompiledSubject
+from tuner.measure.gate import REFERENCE
 from tuner.problem import AttentionProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -41,10 +38,6 @@ GATED = (
 )
 
 
-def spec_of(problem: AttentionProblem, config: Config) -> KernelSpec:
-    return FAMILY.kernels(problem, config)[KERNEL]
-
-
 def problem_of(text: str) -> AttentionProblem:
     return AttentionProblem.parse(f"{text},{LATENT}")
 
@@ -56,16 +49,12 @@ def kernels() -> list[KernelSpec]:
 
 @pytest.mark.parametrize("config", rule.KERNELS, ids=str)
 @pytest.mark.parametrize("text", GATED)
-def test_the_gate_passes_it(
-    device: Device, gate: Gate, compiler: Compiler, text: str, config: Config
-) -> None:
+def test_the_gate_passes_it(gated: Gated, text: str, config: Config) -> None:
     problem = problem_of(text)
     config = FAMILY.called(problem, config, 1)
     if FAMILY.violations(problem, config, DEFAULT_GPU):
         pytest.skip("a pair of blocks, and one block of rows")
-    [(_, future)] = compiler.submit([spec_of(problem, config)])
-    subject = CompiledSubject(device, FAMILY, problem, config, {KERNEL: load(future.result())}, 1.0)
-    pass_the_gate(device, gate, problem, subject)
+    gated.passes(problem, config)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from drawn_children import answers
-from gating import pass_the_gate
+from gating import Gated
 from paged_cases import FAMILY, KERNELS, posed, spec
 
 from tuner.compile.compiler import Compiler
@@ -20,7 +20,6 @@ from tuner.families.base import KernelSpec
 from tuner.measure.device import Device
 from tuner.measure.gate import REFERENCE, Gate
 from tuner.measure.gate.inputs import scale_of
-from tuner.measure.subjects import CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import E4M3, AttentionProblem
 
@@ -77,17 +76,12 @@ def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("name", ["few", "chunk", "sinks and window", "few, e4m3", "chunk, e4m3"])
-def test_the_gate_passes_a_kernel(
-    name: str, device: Device, gate: Gate, compiler: Compiler
-) -> None:
-    [(_, future)] = compiler.submit([spec(name)])
+def test_the_gate_passes_a_kernel(name: str, gated: Gated) -> None:
     text, sizes, queries, config = KERNELS[name]
     problem = AttentionProblem.parse(
         f"B=13,SQ={min(queries, 100)},SKV=600,{text},page_size={sizes[-1]},varlen=1,layout=bshd"
     )
-    kernel = {"attention": load(future.result())}
-    subject = CompiledSubject(device, FAMILY, problem, config, kernel, 1.0)
-    pass_the_gate(device, gate, problem, subject)
+    gated.passes(problem, config)
 
 
 def test_the_gate_sees_keys_that_are_left_out(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from drawn_children import answers
 from fused_configs import maker
-from gating import pass_the_gate
+from gating import Gated
 
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
@@ -21,15 +21,14 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.gate.inputs import kinds_of, scale_of
-from tuner.measure.subjects import CompiledSubject, VendorSubject
+from tuner.measure.gate.inputs import scale_of
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
 FAMILY = family("fused_attention")
-FLEX = {"kernel": "flex"}
+FLEX = Config("vendor_flex", {"kernel": "flex"})
 CHILD = Path(__file__).parent / "sparse_attention_child.py"
 LIMITS = {"float16": 2e-3, "bfloat16": 1.5e-2}
 #: Masks drawn for each kernel.
@@ -92,14 +91,8 @@ def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_gate_passes_a_kernel(
-    name: str, device: Device, gate: Gate, compiler: Compiler
-) -> None:
-    [(_, future)] = compiler.submit([spec(name)])
-    problem, config = posed(name, 700, 900), KERNELS[name][1]
-    kernel = {"attention": load(future.result())}
-    subject = CompiledSubject(device, FAMILY, problem, config, kernel, 1.0)
-    pass_the_gate(device, gate, problem, subject)
+def test_the_gate_passes_a_kernel(name: str, gated: Gated) -> None:
+    gated.passes(posed(name, 700, 900), KERNELS[name][1])
 
 
 @pytest.mark.parametrize(
@@ -111,18 +104,9 @@ def test_the_gate_passes_a_kernel(
         "H=4,SQ=200,SKV=600,D=64,left=40,right=70",
     ],
 )
-def test_the_gate_passes_flex_attention(text: str, device: Device, gate: Gate) -> None:
+def test_the_gate_passes_flex_attention(text: str, gated: Gated) -> None:
     """Under drawn masks, which it reads of the tables, and the timed one, a function without."""
-    problem = AttentionProblem.parse(text)
-    subject = VendorSubject(device, family("vendor_flex"), problem, Config("vendor_flex", FLEX))
-    gate.open(problem, 5)
-    for kind in kinds_of(problem, is_vendor=True):
-        gate.load(kind)
-        call = subject.bind(gate.pointers, scale_of(problem, kind), deliver=True)
-        gate.arm()
-        call()
-        verdict = gate.examine()
-        assert verdict.status is Status.OK, f"{kind}: {verdict.log}"
+    gated.passes(AttentionProblem.parse(text), FLEX)
 
 
 def test_the_gate_sees_a_table_of_another_head(

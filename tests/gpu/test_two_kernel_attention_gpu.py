@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from gating import pass_the_gate
+from gating import Gated
 from runtime_gpu import forget, fresh_store, store, this_gpu
 from two_kernel_cases import CASES, LENGTHS, problems, variants
 
@@ -21,9 +21,7 @@ from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, KernelSpec
 from tuner.families.two_kernel_attention import chunk_sizes
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import Device
-from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.subjects import CompiledSubject
+from tuner.measure.gate import REFERENCE
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -137,17 +135,11 @@ def test_against_float64(name: str, compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("name", ["bias", "all"])
-def test_the_gate_passes_what_modifies_scores(
-    name: str, compiler: Compiler, device: Device, gate: Gate
-) -> None:
+def test_the_gate_passes_what_modifies_scores(name: str, gated: Gated) -> None:
     text, config = CASES[name]
-    loaded = compiled(compiler, text, config)
     for lengths in ("S=640", "SQ=300,SKV=203"):
         problem = AttentionProblem.parse(f"{lengths},{text}")
-        whole = variants(problem, config)[0]
-        scale = problem.head_dim**-0.5
-        subject = CompiledSubject(device, FAMILY, problem, whole, loaded, scale)
-        pass_the_gate(device, gate, problem, subject)
+        gated.passes(problem, variants(problem, config)[0])
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,109 @@
-"""A compiled kernel through the gate, for the tests of families on a GPU."""
+"""Kernels through the gate, for the tests of families on a GPU: own ones and vendors'."""
 
 from __future__ import annotations
 
-from tuner.families.base import SCRATCH
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
+from tuner.config import Config
+from tuner.families import family
+from tuner.families.base import SCRATCH, KernelSpec
+from tuner.families.peers import Vendor
+from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import Gate
+from tuner.measure.gate import REFERENCE, Gate
 from tuner.measure.gate.inputs import kinds_of, scale_of
-from tuner.measure.subjects import WORKSPACE, CompiledSubject
+from tuner.measure.subjects import WORKSPACE, CompiledSubject, Subject, VendorSubject
+from tuner.measure.tolerance import Verdict
 from tuner.measurement import Status
 from tuner.problem import Problem
 
+Case = tuple[Problem, Config]
 
-def pass_the_gate(device: Device, gate: Gate, problem: Problem, subject: CompiledSubject) -> None:
-    """Every kind of input, with guarded scratch and workspace where the kernels want them."""
-    gate.open(problem, 5)
-    with Pool(device) as pool:
-        own = [
-            gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
-            gate.allocate(pool, SCRATCH, subject.scratch_bytes),
-        ]
-        pointers = {guarded.name: guarded.pointer for guarded in own}
-        for kind in kinds_of(problem):
-            gate.load(kind)
-            gate.arm(own)
-            subject.bind({**gate.pointers, **pointers}, scale_of(problem, kind))()
-            verdict = gate.examine(own)
-            assert verdict.status is Status.OK, f"{kind}: {verdict.log}"
+
+def specs_of(cases: Sequence[Case]) -> list[KernelSpec]:
+    """All kernels of some cases, and the gate's: what a module names in `kernels`."""
+    every = (spec for problem, config in cases for spec in kernels_of(problem, config).values())
+    return list(dict.fromkeys([REFERENCE, *every]))
+
+
+def kernels_of(problem: Problem, config: Config) -> Mapping[str, KernelSpec]:
+    return family(config.family).kernels(problem, config)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """The gate on the GPU, with what makes its candidates."""
+
+    device: Device
+    gate: Gate
+    compiler: Compiler
+
+    def loaded(self, problem: Problem, config: Config) -> dict[str, LoadedKernel]:
+        named = kernels_of(problem, config)
+        futures = dict(self.compiler.submit(list(named.values())))
+        return {name: load(futures[spec].result()) for name, spec in named.items()}
+
+    def subject(self, problem: Problem, config: Config) -> Subject:
+        """A legal config's kernels, compiled; a vendor's call, or a skip with what it lacks."""
+        member, scale = family(config.family), scale_of(problem)
+        assert member.violations(problem, config, DEFAULT_GPU) == []
+        if not isinstance(member, Vendor):
+            loaded = self.loaded(problem, config)
+            return CompiledSubject(self.device, member, problem, config, loaded, scale)
+        if isinstance(reason := member.vendor_call(problem, config, scale), str):
+            pytest.skip(reason)
+        return VendorSubject(self.device, member, problem, config)
+
+    def passes(self, problem: Problem, config: Config, kinds: Sequence[str] = ()) -> Verdict:
+        """Every kind of input, or those named, with guarded scratch and workspace where the kernels
+        want them. The verdict on the last one.
+        """
+        gate, subject = self.gate, self.subject(problem, config)
+        gate.open(problem, 5)
+        with Pool(self.device) as pool:
+            own = [
+                gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
+                gate.allocate(pool, SCRATCH, subject.scratch_bytes),
+            ]
+            pointers = {guarded.name: guarded.pointer for guarded in own}
+            is_vendor = isinstance(subject, VendorSubject)
+            for kind in kinds or kinds_of(problem, is_vendor=is_vendor):
+                gate.load(kind)
+                buffers = {**gate.pointers, **pointers}
+                call = subject.bind(buffers, scale_of(problem, kind), deliver=True)
+                gate.arm(own)
+                call()
+                verdict = gate.examine(own)
+                assert verdict.status is Status.OK, f"{kind}: {verdict.log}"
+        subject.close()
+        return verdict
+
+    def replays(self, problem: Problem, config: Config) -> None:
+        """A call captured once answers each kind of input."""
+        gate, subject = self.gate, self.subject(problem, config)
+        gate.open(problem, 5)
+        with Pool(self.device) as pool:
+            own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
+            call = subject.bind({**gate.pointers, WORKSPACE: own.pointer}, scale_of(problem))
+            call()
+            graph = subject.capture([call])
+            for kind in kinds_of(problem):
+                gate.load(kind)
+                gate.arm([own])
+                graph.replay()
+                verdict = gate.examine([own])
+                assert verdict.status is Status.OK, verdict.log
+            graph.close()
+
+    def judged(self, subject: Subject, problem: Problem, changed: Mapping[str, int]) -> Verdict:
+        """The verdict on a call with other buffers for some operands, on what is loaded. The
+        workspace is none.
+        """
+        self.gate.arm()
+        subject.bind({**self.gate.pointers, WORKSPACE: 0, **changed}, scale_of(problem))()
+        return self.gate.examine()
