@@ -27,6 +27,8 @@ from fused_attention_proof.cases import drawn
 from tuner.config import Config, Value
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.mla_decode import LATENT
+from tuner.families.mla_decode import rule as latent
 from tuner.hardware import Gpu
 from tuner.problem import (
     E4M3,
@@ -80,6 +82,14 @@ BACKWARD: tuple[tuple[str, ...], ...] = (
         "B=5,H=30,S=70,D=248,causal=1,dtype=bf16,layout=bshd",
     ),
     ("H=2,S=330,D=64,causal=1,window=100,dtype=bf16",),
+)
+#: Decoding of latent attention: sequences that end within pages and tiles, one block of rows and
+#: several, of which clusters take pairs.
+DECODED = (
+    "B=3,H=16,SQ=1,SKV=300,page_size=64",
+    "B=3,H=128,SQ=2,SKV=333,causal=1,page_size=48",
+    "B=7,H=20,SQ=4,SKV=129,causal=1,page_size=16",
+    "B=17,H=64,SQ=1,SKV=330,varlen=1,page_size=128",
 )
 #: Queries and keys in two kernels go no further.
 LONGEST = 300
@@ -230,6 +240,15 @@ def two_kernel_attention(gpu: Gpu) -> Iterator[Target]:
         yield Target(chosen.family, name, pairs)
 
 
+def mla_decode(gpu: Gpu) -> Iterator[Target]:
+    for number, target in enumerate(latent.targets()):
+        member, dtype = target.family, target.problem.dtype
+        posed = [AttentionProblem.parse(f"{one},{LATENT},dtype={dtype}") for one in DECODED]
+        pairs = ((problem, member.called(problem, target.config, 1)) for problem in posed)
+        legal = tuple(pair for pair in pairs if not member.violations(*pair, gpu))
+        yield Target(member.name, f"{dtype}, {number}", legal)
+
+
 def paged_attention(gpu: Gpu) -> Iterator[Target]:
     """Batches whose sequences end at the edges of pages, one of them empty; of kernels that split
     the keys in both ways.
@@ -296,6 +315,7 @@ OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
     "gemm_swiglu": gemm_swiglu,
     "gemv": gemv,
     "grouped_gemm": grouped_gemm,
+    "mla_decode": mla_decode,
     "paged_attention": paged_attention,
     "softmax": softmax,
     "two_kernel_attention": two_kernel_attention,

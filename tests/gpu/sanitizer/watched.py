@@ -92,7 +92,7 @@ def launch(device: Device, item: Mapping[str, Any], known: Libraries) -> None:
         buffers[SCRATCH] = pool.allocate(bound.scratch_bytes)
         buffers[WORKSPACE] = pool.allocate(bound.workspace_bytes)
         if isinstance(problem, AttentionProblem) and writes_lse(problem, config, scale):
-            buffers[LSE] = pool.allocate(problem.output.elements // problem.head_dim * 4)
+            buffers[LSE] = pool.allocate(problem.output.elements // problem.output.shape[-1] * 4)
         call = bound.bind(buffers, scale)
         call()
         call()  # on what the first one left in its workspace
