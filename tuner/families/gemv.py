@@ -244,6 +244,9 @@ class Gemv(StridedProduct):
         launch = {"pdl": True, "lead": LEAD, "persistent": True}
         return Config(self.name, {**config.params, **launch})
 
+    def served(self, problem: Problem, config: Config) -> Config:
+        return Config(self.name, {**config.params, "pdl": False, "lead": 0})
+
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
         """Warps take the pieces of a step, and add their sums one after the other."""
         gemm = as_gemm(problem, Gemv.name)

@@ -271,6 +271,7 @@ class DomainTimes:
             one = self.models.candidates[place]
             assert one.family is not None
             config = one.family.called(problem, one.config, splits)
+            config = one.family.served(problem, config)
             is_legal = one.family.accepts(problem, config, self.gpu)
             return self._configs.setdefault(key, config if is_legal else None)
 

@@ -415,6 +415,12 @@ class FusedAttention(Family):
             params.setdefault("packed_heads", 1)
         return Config(self.name, params)
 
+    def served(self, problem: Problem, config: Config) -> Config:
+        attention = as_attention(problem)
+        if config["splits"] > 1 or attention.is_paged or attention.block_mask:
+            return config
+        return Config(self.name, {**config.params, "pdl": False})
+
     def legality_facts(self, problem: Problem) -> Hashable:
         attention = as_attention(problem)
         facts = attention.dtype, attention.heads_q // attention.heads_kv
