@@ -307,6 +307,17 @@ def test_whole_rows_need_far_strides_that_a_coordinate_counts() -> None:
         assert not isinstance(FAMILY.strided_launches(problem, config, 0.5, strides), str)
 
 
+def test_dense_calls_that_split_no_keys_are_launched_plainly() -> None:
+    dense, pages = (
+        AttentionProblem.parse(f"B=2,H=8,HKV=2,SQ=1,SKV=64,D=128,dtype=bf16{text}")
+        for text in ("", ",page_size=16")
+    )
+    early = paged.kernels(128, "one", is_plain=True)[0]
+    for problem, splits, is_early in ((dense, 1, False), (dense, 4, True), (pages, 1, True)):
+        served = FAMILY.served(problem, FAMILY.called(problem, early, splits))
+        assert served["splits"] == splits and served["pdl"] is is_early
+
+
 def test_a_mask_operand_leaves_registers_for_narrower_tiles() -> None:
     plain, masked, boolean = (
         AttentionProblem.parse(f"S=1024,D=128{text}") for text in ("", ",bias=1", ",mask=1")

@@ -76,10 +76,9 @@ def own_by_hand(
         for one in models.candidates
         if one.family is not None and not one.is_vendor
         for sizes in [models.domain.sizes(problem)]
-        for config in one.family.scheduled(problem, one.config, gpu)
-        for us in [
-            expected_us(models, problem, one, config, gpu) * decoding_factor(problem, config)
-        ]
+        for timed in one.family.scheduled(problem, one.config, gpu)
+        for us in [expected_us(models, problem, one, timed, gpu) * decoding_factor(problem, timed)]
+        for config in [one.family.served(problem, timed)]
         for legal in [one.family.accepts(problem, config, gpu)]
     ]
     near = [one for one in found if one[3]]
