@@ -91,8 +91,9 @@ class VendorSdpa(Vendor):
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
-        if not reason and isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
-            return self.refusal(problem, SERVING)
+        if not reason and isinstance(problem, AttentionProblem):
+            if problem.dtype == E4M3 or problem.is_latent:  # which other kernels refuse too
+                return self.refusal(problem, SERVING)
         return reason
 
     def found(self) -> tuple[str, ...]:
