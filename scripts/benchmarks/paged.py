@@ -106,6 +106,7 @@ def short(config: Config) -> str:
     text = "/".join(str(config.get(name, 1)) for name in names)
     text += " padded" if config.get("pads_heads") else ""
     text += " whole" if config.get("whole_rows") else ""
+    text += " 3 warps" if config.get("copy_warps") else ""
     text += " regs" if config["q_in_registers"] else ""
     text += " persistent" if config["persistent"] else ""
     text += " stream-K" if config.get("stream_k") else ""

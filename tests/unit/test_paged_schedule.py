@@ -23,8 +23,8 @@ def decoding(tiles: int, longest: int, mean: int) -> Decoding:
         (512, 4096, 4096, range(1, 2)),  # alike, and tiles enough
         (512, 14661, 3886, range(2, 9)),  # the longest must not outlast the others
         (8, 100, 100, range(1, 2)),  # as many splits as tiles of keys at most
-        (136, 4095, 0, range(1, 2)),  # not known: 2048 keys a split
-        (136, 8192, 0, range(2, 5)),
+        (136, 8191, 0, range(1, 2)),  # not known: 4096 keys a split
+        (136, 16384, 0, range(2, 5)),
         (32, 4096, 0, range(4, 5)),  # or a block for each multiprocessor
         (8, 100, 0, range(1, 2)),
     ],

@@ -215,27 +215,50 @@ def test_one_query_needs_no_mask_and_no_starts(served: SimpleNamespace, paged: A
     assert tensors[7] == 0 and integers[3:5] == (1, 50)
 
 
-def test_a_kernel_is_selected_for_the_mean_of_the_queries() -> None:
-    """Many that decode take longest beside one chunk; but no kernel for one query serves it."""
-
+def call_of(counts: list[int]) -> Any:
+    """A call of so many queries of each sequence, with eight heads on two."""
     from tuner.runtime.attention.composed import Extras
     from tuner.runtime.attention.paged import paged_call
 
+    half = {"dtype": torch.float16}
+    query, cache = torch.empty(sum(counts), 8, 64, **half), torch.empty(4, 16, 2, 64, **half)
+    table = torch.zeros(len(counts), 4, dtype=torch.int32)
+    used = torch.zeros(len(counts), dtype=torch.int32)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    tensors = query, cache, cache, table, used, starts, None
+    return paged_call(*tensors, max(counts), 64, True, Extras.of((-1, -1), 0.0), 0.125)
+
+
+def test_tiles_of_queries_are_counted_by_sequence() -> None:
+    """Rows of a tile are one sequence's: five queries have two tiles of four."""
+    params = {"warp_groups": 1, "tile_n": 64, "packed_heads": 16, "pads_heads": True}
+    config = Config("fused_attention", {**params, "blocks_per_sm": 2})
+    assert call_of([5] * 100).decoding(config).tiles == 2 * 100 * 2
+    assert call_of([4] * 100).decoding(config).tiles == 2 * 100
+
+
+def test_a_kernel_is_selected_for_the_mean_of_the_queries() -> None:
+    """Many that decode take longest beside one chunk; but no kernel for one query serves it."""
+
     def posed(counts: list[int]) -> int:
-        half = {"dtype": torch.float16}
-        query, cache = torch.empty(sum(counts), 8, 64, **half), torch.empty(4, 16, 2, 64, **half)
-        table = torch.zeros(len(counts), 4, dtype=torch.int32)
-        used = torch.zeros(len(counts), dtype=torch.int32)
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        tensors = query, cache, cache, table, used, starts, None
-        call = paged_call(*tensors, max(counts), 64, True, Extras.of((-1, -1), 0.0), 0.125)
-        assert call.kind()[-2] == call.pose().problem.seqlen_q
+        call = call_of(counts)
+        assert call.kind()[-3] == call.pose().problem.seqlen_q
         return int(call.pose().problem.seqlen_q)
 
     assert posed([1] * 63 + [512]) == 16
     assert posed([0] * 63 + [5]) == 2
     assert posed([300]) == posed([300] * 3) == 512
     assert posed([1] * 9) == 1
+
+
+def test_lengths_that_only_the_device_knows_are_a_kind(served: SimpleNamespace, paged: Any) -> None:
+    """A captured graph's, of several sequences; one that is alone is as long as the call says."""
+    given = batch(torch.float16)
+    paged(**given)
+    paged(**given, total_seqlen_k=sum(KEYS))
+    alone = {"seqused_k": given["seqused_k"][:1], "page_table": given["page_table"][:1]}
+    paged(**{**given, **alone, "cu_seqlens_q": torch.tensor([0, sum(QUERIES)]).int()})
+    assert [kind[-1] for kind, _ in served.posed] == [True, False, False]
 
 
 def test_calls_of_like_sizes_are_of_one_kind(served: SimpleNamespace, paged: Any) -> None:

@@ -51,9 +51,10 @@ def decoding_factor(problem: Problem, config: Config) -> float:
     group = problem.heads_q // problem.heads_kv
     held = int(config.get("packed_heads", 1))
     if config.get("pads_heads"):
-        rows, height = problem.seqlen_q * group, 64 * config["warp_groups"]
+        fewest = next(heads for heads in (8, 16, 32, group) if heads >= group)
+        rows, height = problem.seqlen_q * fewest, 64 * config["warp_groups"]
         tiles = math.ceil(problem.seqlen_q * held / height) if problem.seqlen_q <= 8 else 1
-        return tiles * (1.25 if height == 128 and rows <= 64 else 1.0)
+        return tiles * (1.5 if height == 128 and rows <= 64 else 1.0)
     readings = group // math.gcd(held, group)
     return readings * (3.2 if config["persistent"] and problem.seqlen_q <= 8 else 1.0)
 
@@ -75,6 +76,7 @@ def own_by_hand(
         )
         for one in models.candidates
         if one.family is not None and not one.is_vendor
+        if "stream_k" not in one.config.params  # for lengths that only the device knows
         for sizes in [models.domain.sizes(problem)]
         for timed in one.family.scheduled(problem, one.config, gpu)
         for us in [expected_us(models, problem, one, timed, gpu) * decoding_factor(problem, timed)]

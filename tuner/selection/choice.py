@@ -26,9 +26,14 @@ _FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
 _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
 #: Time of a persistent kernel over that of others at decoding of up to so many queries over pages.
 PERSISTENT_AT_DECODING, MAX_DECODED = 3.2, 8
-#: Time of tiles of 128 rows over that of 64 rows where these hold all: 0.97 to 1.5 in eight batches
-#: (an H200, 29 November 2026).
-HALF_EMPTY = 1.25
+#: Heads that the kernels of one group pad to.
+PADDED_HEADS = 8, 16, 32
+#: Time of tiles of 128 rows over that of 64 rows where these hold all: up to 1.5 (an H200, 29
+#: November 2026).
+HALF_EMPTY = 1.5
+#: Time of a kernel whose blocks take equal parts of all keys over the best of the others, for at
+#: least so many sequences of so many keys at most, whose lengths only the device knows.
+STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS = 0.9, 16, 32768
 VENDOR_MARGIN = 0.25
 """Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
 
@@ -208,11 +213,14 @@ def _decoding_pages(
     - Tall tiles of padded heads that would fit half of them are slower (`HALF_EMPTY`).
     - Persistent kernels split no keys. At 109 batches of 2 to 8 queries they took 3.2 times the
       others' time in the geometric mean, and at least 1.05 times.
+    - Blocks that take equal parts of all keys (`STREAMED`) are for lengths that only the device
+      knows.
 
     Source: ``tests/assets/fits/paged.jsonl.gz``.
     """
     whole = PERSISTENT_AT_DECODING if problem.seqlen_q <= MAX_DECODED else 1.0
-    rows = problem.seqlen_q * problem.heads_q // problem.heads_kv
+    group = problem.heads_q // problem.heads_kv
+    rows = problem.seqlen_q * next((held for held in PADDED_HEADS if held >= group), group)
 
     def factor(config: Config) -> float:
         if config.get("pads_heads") and config["warp_groups"] > 1:
@@ -221,11 +229,19 @@ def _decoding_pages(
             slower = whole if config.get("persistent") else 1.0
         return page_readings(problem, config) * slower
 
-    factors = [factor(one.config) for one in times.models.candidates]
-    return [
-        (cautious_us * factors[place], us * factors[place], place, splits)
-        for cautious_us, us, place, splits in estimates
-    ]
+    candidates = times.models.candidates
+    factors = [factor(one.config) for one in candidates]
+    found, streaming = list[Estimate](), list[int]()
+    for cautious_us, us, place, splits in estimates:
+        if "stream_k" in candidates[place].config.params:
+            streaming.append(place)
+        else:
+            found.append((cautious_us * factors[place], us * factors[place], place, splits))
+    is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS
+    if problem.is_varlen and is_long and found:
+        cautious_us, us, *_ = min(found)
+        found += [(cautious_us * STREAMED, us * STREAMED, place, 1) for place in streaming]
+    return found
 
 
 def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None:

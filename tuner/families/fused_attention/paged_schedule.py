@@ -9,9 +9,9 @@ the lengths are, which a selection of the kernel does not know. The time model h
 - bytes of keys and values,
 - the combination of partial results.
 
-Constants are ``tuner develop fit paged``'s, of 7,866 schedules of 215 batches on an NVIDIA H200
-(``tests/assets/fits/paged.jsonl.gz``). At batches left out of a fit the chosen schedule takes 3.2 %
-longer than the best in the mean. Needs the standard library only.
+Constants are ``tuner develop fit paged``'s, of 8,911 schedules of 618 kernels at 271 batches
+on an NVIDIA H200 (``tests/assets/fits/paged.jsonl.gz``). At batches left out of a fit the chosen
+schedule takes 2.0 to 3.8 % longer than the best in the mean. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _OVERLAP, _MAX_ORDER = 6.0, 60.0
 #: are unlike; then the fewest splits are chosen.
 TIE = 0.05
 #: Keys of a split at least, where the mean length is not known and every multiprocessor has a
-#: block: a captured graph also serves lengths far below the longest. Four sequences of 64 to 4096
-#: keys took 0.69 to 1.0 times as long with four splits as with two (an H200, 29 November 2026).
-_ASSUMED_KEYS = 2048
+#: block: a captured graph also serves lengths far below the longest. In a graph for 32768 keys four
+#: sequences of 64 to 4096 keys took 0.80 to 0.90 times as long with eight splits as with sixteen
+#: (an H200, 29 November 2026).
+_ASSUMED_KEYS = 4096
 
 
 class ScheduleRates(NamedTuple):
@@ -49,7 +50,7 @@ class ScheduleRates(NamedTuple):
     start_us: float
     """A block's time beside its tiles of keys."""
     tile_us: float
-    """A tile of keys, where a block has a multiprocessor to itself."""
+    """A tile of keys (`_TILE_N`), where a block has a multiprocessor to itself."""
     shared_tile_us: float
     """The same where two blocks share one."""
     bytes_per_us: float
@@ -68,14 +69,16 @@ class ScheduleRates(NamedTuple):
     """The same of clusters."""
 
 
+#: Keys of a tile whose time the rates hold, where they are not 64.
+_TILE_N = {64: 128}
 #: By the instance (`registers.INSTANCES`). D = 192 was not measured and has the rates of 256, whose
 #: kernels have its tiles and stages.
 RATES: Mapping[int, ScheduleRates] = {
-    64: ScheduleRates(2.87, 0.978, 1.56, 2.72e6, 3.90, 0.146, 4.46, 0.0, 0.195, 0.828),
-    96: ScheduleRates(2.22, 1.22, 1.50, 4.54e6, 4.69, 0.0941, 3.78, 3.23, 0.433, 0.807),
-    128: ScheduleRates(2.34, 0.745, 1.78, 4.45e6, 5.13, 0.0812, 3.82, 3.53, 0.199, 0.312),
-    192: ScheduleRates(2.14, 1.65, 1.65, 3.34e6, 5.47, 0.0888, 9.61, 0.0, 0.410, 0.784),
-    256: ScheduleRates(2.14, 1.65, 1.65, 3.34e6, 5.47, 0.0888, 9.61, 0.0, 0.410, 0.784),
+    64: ScheduleRates(2.37, 1.01, 1.45, 2.67e6, 4.31, 0.226, 4.91, 0.0, 0.376, 1.01),
+    96: ScheduleRates(2.14, 1.17, 1.39, 3.01e6, 4.67, 0.126, 4.03, 3.19, 0.466, 0.947),
+    128: ScheduleRates(2.02, 0.773, 1.29, 4.25e6, 5.42, 0.208, 4.01, 3.62, 0.394, 0.883),
+    192: ScheduleRates(2.22, 1.59, 1.59, 3.43e6, 5.18, 0.118, 9.75, 0.0, 0.394, 0.744),
+    256: ScheduleRates(2.22, 1.59, 1.59, 3.43e6, 5.18, 0.118, 9.75, 0.0, 0.394, 0.744),
 }
 
 
@@ -100,7 +103,9 @@ class Decoding(NamedTuple):
     bytes_per_key: int
     """Bytes of a position's keys and values over all sequences."""
     has_clusters: bool = True
-    """Blocks of a cluster may share a tile's keys."""
+    """Blocks of a cluster may share a tile's keys. Those of padded heads also store rows that are
+    none: their clusters were never faster by more than a kernel that combines (an H200).
+    """
 
 
 def expected_us(
@@ -121,6 +126,7 @@ def expected_us(
     tile_us = rates.tile_us
     if batch.blocks_per_sm > 1:
         tile_us += (rates.shared_tile_us - tile_us) * min(1.0, max(0.0, 2 * rounds - 1))
+    tile_us *= batch.tile_n / _TILE_N.get(batch.instance, 64)
     longest_us = rates.start_us + tile_us * math.ceil(batch.longest / (batch.tile_n * splits))
     us = longest_us
     if rounds > 1:

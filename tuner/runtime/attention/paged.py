@@ -90,12 +90,18 @@ class PagedCall(Paged, Call):
         mean: int = -(-self.query.shape[0] // max(1, self.batch))
         return min(self.longest_q, max(2, mean))
 
+    @property
+    def is_unlike(self) -> bool:
+        """Only the device knows the lengths of several sequences, as in a captured graph."""
+        return self.batch > 1 and self.total_kv is None
+
     def kind(self) -> Hashable:
         query = self.query
         return (
             *("paged", query.shape[1:], self.key.shape[1:3], query.dtype, self.key.dtype),
             *(query.device, self.is_causal, self.extras, self.scale, self.sinks is None),
             *map(rounded, (self.batch, self.usual_q, self.longest_kv)),
+            self.is_unlike,
         )
 
     def pose(self) -> Posed:
@@ -117,7 +123,7 @@ class PagedCall(Paged, Call):
             page_size=self.key.shape[1],
             has_sinks=self.sinks is not None,
         )
-        return Posed(problem, self.scale)
+        return Posed(problem, self.scale, is_unlike=self.is_unlike)
 
     def sized(self, plan: Plan) -> KernelPlan | Refusal:
         """The plan's launches for this call's sizes and strides, or the reason why it has none."""
@@ -146,6 +152,7 @@ class PagedCall(Paged, Call):
         heads_kv, packed = self.key.shape[2], int(config.get("packed_heads", 1))
         heads = heads_kv if config.get("pads_heads") else heads_q // packed
         queries = tile_m(config.params) // packed  # of a tile
+        mean_rows = -(-rows // max(1, self.batch))
         seen = max(1, self.longest_kv)
         if self.extras.left >= 0:
             seen = min(seen, self.extras.left + self.longest_q)
@@ -157,12 +164,12 @@ class PagedCall(Paged, Call):
             tile_n=int(config["tile_n"]),
             blocks_per_sm=int(config["blocks_per_sm"]),
             places=DEFAULT_GPU.sm_count * int(config["blocks_per_sm"]),
-            tiles=heads * max(self.batch, -(-rows // queries)),
+            tiles=heads * self.batch * -(-mean_rows // queries),
             rows=rows * heads_q,
             longest=paged_schedule.coarse(seen),
             mean=paged_schedule.coarse(mean),
             bytes_per_key=2 * self.batch * heads_kv * head_dim * self.key.element_size(),
-            has_clusters=config["warp_groups"] == 1,
+            has_clusters=config["warp_groups"] == 1 and not config.get("pads_heads"),
         )
 
     def run(self, plan: Plan) -> Any:

@@ -3,7 +3,8 @@
 A row has a batch (``problem``, ``queries`` and ``keys`` of each sequence) and the microseconds of
 each schedule by name (``schedules``, as `NAME` reads it). Kernels of one group of warps count, in
 plain decoding in bf16, at schedules of at most 2.5 times their batch's fastest. Errors are
-relative, and weigh less where a schedule is slow. Two fits to half the batches judge it.
+relative, and weigh less where a schedule is slow. A kernel is chosen before its splits, so that
+each kernel's schedules stand for themselves. Two fits to half the rows judge it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TimedSchedule(NamedTuple):
 
 
 Batch = list[TimedSchedule]
-"""The schedules of one batch."""
+"""The schedules of one kernel at one batch."""
 
 
 def loss(batch: Batch, rates: Constants) -> float:
@@ -82,12 +83,13 @@ def fitted(batches: Sequence[Batch]) -> dict[str, float]:
     return rates
 
 
-def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
-    """Timed schedules that the runtime chooses from."""
+def _schedules(row: Mapping[str, Any], gpu: Gpu) -> list[Batch]:
+    """Timed schedules of each kernel that the runtime chooses from."""
     if not (schedules := row.get("schedules")):
         return []
     problem = cast(AttentionProblem, problem_from_json(row["problem"]))
-    queries, keys, times = row["queries"], row["keys"], []
+    queries, keys = row["queries"], row["keys"]
+    kernels: dict[tuple[int, int, frozenset[str]], Batch] = {}
     is_plain = not (problem.is_windowed or problem.has_sinks or problem.softcap)
     if not is_plain or problem.dtype != "bfloat16" or max(queries) > MAX_QUERIES:
         return []
@@ -118,17 +120,18 @@ def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
             round(fmean(keys)),
             len(keys) * 4 * problem.heads_kv * problem.head_dim,
         )
-        times.append(TimedSchedule(batch, splits, combine, us))
-    return times
+        kernel = tile_n, packed, frozenset(words) - {combine}
+        kernels.setdefault(kernel, []).append(TimedSchedule(batch, splits, combine, us))
+    return list(kernels.values())
 
 
 def timed(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[Batch]:
-    """The timed schedules of each batch.
+    """The timed schedules of each batch, those of a row one after the other.
 
     Raises:
         ConfigError: when there is none.
     """
-    batches = [batch for row in found if (batch := _schedules(row, gpu))]
+    batches = [batch for row in found for batch in _schedules(row, gpu)]
     if not batches:
         raise ConfigError("no schedule was timed (wanted: rows of scripts/bench paged --schedules)")
     return batches
