@@ -60,7 +60,7 @@ RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 UNROLL = 4
 MAX_BOXES = 4
 #: What the space's loops with factors by TMA have where tiles are not shared.
-LOADS: Mapping[str, Value] = {"fetch_factors": True, "clips_rows": True}
+LOADS: Mapping[str, bool] = {"fetch_factors": True, "clips_rows": True}
 #: Columns of a tile with two blocks' products under way: their accumulators and the sums are 192
 #: registers a thread. Of swapped operands the factors of both blocks lie in registers, too.
 MAX_AHEAD, MAX_AHEAD_SWAPPED = 128, 64

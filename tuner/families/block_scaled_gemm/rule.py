@@ -44,7 +44,7 @@ def _kernel(
     store_buffers: int = 0,
     unroll: int = UNROLL,
     band: int = 8,
-    **levers: Value,
+    **levers: bool,
 ) -> Config:
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": 2},
@@ -59,7 +59,7 @@ def _kernel(
     return deepened(Config(BlockScaledGemm.name, params))
 
 
-def _swapped(tile: tuple[int, int], split_k: int = 1, **levers: Value) -> Config:
+def _swapped(tile: tuple[int, int], split_k: int = 1, **levers: bool) -> Config:
     return _kernel(tile, swap_ab=True, split_k=split_k, **levers)
 
 

@@ -417,7 +417,7 @@ class FusedAttention(Family):
 
     def served(self, problem: Problem, config: Config) -> Config:
         attention = as_attention(problem)
-        if config["splits"] > 1 or attention.is_paged or attention.block_mask:
+        if int(config["splits"]) > 1 or attention.is_paged or attention.block_mask:
             return config
         return Config(self.name, {**config.params, "pdl": False})
 
