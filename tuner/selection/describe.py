@@ -241,7 +241,7 @@ def _winner_rows(answer: LookupResult, width: int) -> list[tuple[str, list[str]]
     is_tied = answer.entry.is_tied and winner is own
     rows = [("tied first" if is_tied else "winner", config_lines(winner.config, width))]
     if answer.selected is not None:
-        rows.append(("domain", [answer.selected.domain.label()]))
+        rows.append(("kernels of", [answer.selected.domain.label()]))
         rows.append(("expected", wrapped(answer.selected.expected_text, width)))
         rows.append(("regret", wrapped(answer.selected.regret.text(), width)))
         rows.append(("own speed", wrapped(answer.selected.regret.speed_text(), width)))
