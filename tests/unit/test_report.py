@@ -184,9 +184,8 @@ class TestPage:
         assert all(spec["width"] == "container" for spec in reader.json("specs").values())
 
     def test_a_shape_is_broken_behind_its_commas(self, text: str) -> None:
-        (verdict,) = re.findall(r'id="verdict">(.*)</p>', text)
         (title,) = re.findall("<h1>(.*)</h1>", text)
-        assert all("B=1,\u200bH=16,\u200bS=1024,\u200bD=64" in each for each in (verdict, title))
+        assert "B=1,\u200bH=16,\u200bS=1024,\u200bD=64" in title
 
     def test_it_carries_the_library(self, text: str) -> None:
         assert "window.vegaEmbed" in text

@@ -40,7 +40,8 @@ def verdict(subject: ReportSubject) -> str:
     served = served_text(subject.problem, subject.gpu, subject.regime, subject.known)
     if not served:
         return _own_verdict(subject, f"{subject.problem.op} {subject.problem.label()}")
-    return f"{served} This sweep, timed {subject.regime.launch}: {_own_verdict(subject, 'it')}"
+    own = _own_verdict(subject, "this problem")
+    return f"{served} This sweep, timed {subject.regime.launch}: {own}"
 
 
 def _own_verdict(subject: ReportSubject, name: str) -> str:

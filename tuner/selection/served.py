@@ -9,7 +9,7 @@ from tuner.measurement import Provenance, Regime
 from tuner.problem import Problem
 from tuner.selection.describe import against_fastest, microseconds, short_name
 from tuner.selection.reader import lookup
-from tuner.store.entry import Entry
+from tuner.store.entry import Entry, is_vendor
 
 
 def served_text(
@@ -33,7 +33,8 @@ def served_text(
     if answer is None or not answer.exact or answer.entry.provenance is not Provenance.MEASURED:
         return ""
     winner = answer.entry.winner
+    own = "the best own kernel is " if is_vendor(winner.config) else ""
     return (
         f"Served is {short_name(winner)}: in a stream {microseconds(winner.latency_us)} us, "
-        f"{against_fastest(answer.entry)}."
+        f"{own}{against_fastest(answer.entry)}."
     )
