@@ -318,6 +318,14 @@ def test_dense_calls_that_split_no_keys_are_launched_plainly() -> None:
         assert served["splits"] == splits and served["pdl"] is is_early
 
 
+def test_levers_are_carried_where_they_are_legal() -> None:
+    plain, windowed = (AttentionProblem.parse(f"S=1024,D=128{w}") for w in ("", ",window=64"))
+    levers: dict[str, Value] = {"rescale": "lazy", "maxima": "integers", "joins_tiles": True}
+    joined = make(2, 128, persistent=True, **levers)
+    assert FAMILY.carried(plain, joined) == joined
+    assert levers.keys() & FAMILY.carried(windowed, joined).params.keys() == {"rescale"}
+
+
 def test_a_mask_operand_leaves_registers_for_narrower_tiles() -> None:
     plain, masked, boolean = (
         AttentionProblem.parse(f"S=1024,D=128{text}") for text in ("", ",bias=1", ",mask=1")

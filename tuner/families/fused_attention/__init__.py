@@ -66,6 +66,12 @@ CLUSTERED_SHARE = 0.85
 #: Clusters of more than `SMALL_CLUSTER` blocks, for each block of a multiprocessor, that take one
 #: round: with more of them `SMALL_CLUSTER` splits took a fifth to a third less time (H200, H100).
 LARGE_CLUSTERS, SMALL_CLUSTER = 7, 8
+#: Levers that are carried to a problem where they are legal.
+_CARRIED = {
+    "skips_masked": legality.may_skip,
+    "maxima": legality.may_take_integers,
+    "joins_tiles": legality.may_join,
+}
 #: Levers that a draw leaves out half of the time.
 _DRAWN_HALF = (
     *("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale", "maxima"),
@@ -159,7 +165,7 @@ class FusedAttention(Family):
 
     def carried(self, problem: Problem, config: Config) -> Config:
         """Without grouped heads `packed_heads` is absent, which means 1 to kernels. With variable
-        lengths or paged caches `stages_output` is absent, and `skips_masked` where it is not legal.
+        lengths or paged caches `stages_output` is absent, and levers of `_CARRIED` where not legal.
         A mask operand leaves registers for narrower tiles. Nothing is carried to heads whose
         queries fill no tile.
         """
@@ -182,8 +188,9 @@ class FusedAttention(Family):
             return config
         if group > 1:
             params["packed_heads"] = packed
-        if not legality.may_skip(attention, params):
-            params.pop("skips_masked", None)
+        for name, is_legal in _CARRIED.items():
+            if not is_legal(attention, params):
+                params.pop(name, None)
         return Config(self.name, params)
 
     def draw(

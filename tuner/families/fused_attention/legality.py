@@ -60,14 +60,12 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
         )
     if "rescale" in config.params and (buffers != 1 or problem.dtype == E4M3):
         found.append("rescale is for one score buffer of fp16 or bf16, only")
-    is_other = problem.is_windowed or bool(problem.block_mask) or "key_groups" in config.params
-    is_other |= groups > MAX_VOTING or "rescale" not in config.params
-    if "maxima" in config.params and is_other:
+    if "maxima" in config.params and not may_take_integers(problem, config.params):
         found.append(
             f"maxima is for rescale=lazy and {MAX_VOTING} warp groups at most, without key_groups, "
             "windows or block_mask, only"
         )
-    if "joins_tiles" in config.params and not _may_join(problem, config.params):
+    if "joins_tiles" in config.params and not may_join(problem, config.params):
         found.append(
             "joins_tiles is for persistent blocks with one score buffer and Q in shared memory, "
             "whose warp groups end at one block of keys, full or causal, D=128 or less, only"
@@ -125,7 +123,13 @@ def may_skip(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
     return queries > 0 and tile_n % queries != 0
 
 
-def _may_join(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
+def may_take_integers(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
+    """True where ``maxima=integers`` is legal."""
+    is_other = problem.is_windowed or bool(problem.block_mask) or "key_groups" in params
+    return "rescale" in params and params["warp_groups"] <= MAX_VOTING and not is_other
+
+
+def may_join(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
     """True where `joins_tiles` is legal."""
     is_other = problem.is_windowed or problem.is_packed or problem.dtype == E4M3
     if is_other or problem.block_mask or problem.mask_operand or "key_groups" in params:
