@@ -88,6 +88,8 @@ class Attention:
     has_sinks: bool = False
     is_query_heads_first: bool = False
     """Queries lie as (B, H, S, D), not as (B, S, H, D)."""
+    value_dim: int = 0
+    """Columns of values; 0: `head_dim`."""
     count: int = field(default=1, compare=False)
     """Such layers in the model."""
 

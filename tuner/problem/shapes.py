@@ -181,6 +181,7 @@ def add_attention(
         "layout": "bhsd" if decode else _layout(attention),
         "softcap": attention.softcap,
         "has_sinks": attention.has_sinks,
+        "value_dim": attention.value_dim,
     }
     is_masked = 0 < window <= seqlen
     common["calls"] = 0 if is_masked else attention.count

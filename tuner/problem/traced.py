@@ -219,8 +219,8 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
         batch, heads, tokens, head_dim = query.shape
         visible = self._visible(module, attention_mask, kwargs)
         reasons = [name for name in _OTHER if kwargs.get(name) is not None]
-        if key.shape != value.shape:
-            reasons.append(f"keys of {key.shape[3]} and values of {value.shape[3]}")
+        if key.shape[:3] != value.shape[:3]:
+            reasons.append(f"keys {tuple(key.shape)} and values {tuple(value.shape)}")
         if tokens != TOKENS or key.shape[2] != TOKENS:
             reasons.append("queries or keys that are not the tokens")
         if visible is None:
@@ -240,6 +240,7 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
                 float(kwargs.get("softcap") or 0),
                 sinks is not None,
                 is_heads_first,
+                0 if value.shape[3] == head_dim else value.shape[3],
             )
             self._attentions[attention] += 1
         return query.new_empty(batch, tokens, heads, value.shape[3]), None
