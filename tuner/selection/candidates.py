@@ -149,7 +149,7 @@ class Regret:
     def speed_text(self) -> str:
         """One line for people on the speed at the same problems."""
         return (
-            f"there {self.over_vendor:.2f}x PyTorch's fastest kernel in the mean, "
+            f"{self.over_vendor:.2f}x in the mean of these problems, "
             f"{self.least_over_vendor:.2f}x at worst"
         )
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tuner.config import Config
+from tuner.families.peers import BESIDE_PYTORCH
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, versus
 from tuner.problem import Problem
@@ -244,13 +245,23 @@ def _winner_rows(answer: LookupResult, width: int) -> list[tuple[str, list[str]]
         rows.append(("kernels of", [answer.selected.domain.label()]))
         rows.append(("expected", wrapped(answer.selected.expected_text, width)))
         rows.append(("regret", wrapped(answer.selected.regret.text(), width)))
-        rows.append(("own speed", wrapped(answer.selected.regret.speed_text(), width)))
+        rows.append(("over PyTorch", wrapped(answer.selected.regret.speed_text(), width)))
     else:
         rows.append(("time", [_time(winner)]))
     if own and own.config != winner.config:
         rows.append(("best own", [*config_lines(own.config, width), _time(own)]))
-    if answer.entry.speedups:
-        rows.append(("own speed", wrapped(speedups_text(answer.entry), width)))
+    return rows + _speed_rows(answer.entry, width)
+
+
+def _speed_rows(entry: Entry, width: int) -> list[tuple[str, list[str]]]:
+    """Own speed over PyTorch's kernels, and over those of peers that PyTorch does not call."""
+    if (own := entry.best_own) is None:
+        return []
+    rows = []
+    for label, are_peers in (("over PyTorch", False), ("over peers", True)):
+        names = [name for name in entry.speedups if (name in BESIDE_PYTORCH) == are_peers]
+        if texts := [versus(own, entry.vendors[name], name) for name in names]:
+            rows.append((label, wrapped("; ".join(texts), width)))
     return rows
 
 
