@@ -23,7 +23,7 @@ from typing import Any
 TOP = Path(__file__).parents[1]
 _LIMIT_S = 3600
 _PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--quiet")
-_PYTEST = ("-P", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "900")
+_PYTEST = ("-P", "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", "--timeout", "900")
 _COMPILER = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]=="
 _ENGINE = ("architecture", "continuous_batching", "runtime_transformers", "runtime_versions")
 _STORE = ("store", "jobs", "migrate", "backup", "exchange", "optuna_storage", "optuna_journals")

@@ -21,6 +21,7 @@ from runtime_machine import (
     fake_machine,
     inputs,
     measured,
+    misaligned,
     same,
     was_tuned,
 )
@@ -90,6 +91,35 @@ def test_what_pytorch_refuses_is_pytorch_s_error(runtime: SimpleNamespace) -> No
     q, k, v = inputs(dtype=torch.float32)
     with pytest.raises(RuntimeError):
         runtime.attention.attention(q, k[..., :4], v)
+
+
+def test_a_known_kind_takes_the_short_way(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a dispatcher. Gradients, tensors that are not aligned and a mask take the other."""
+    machine.decide(measured())
+    known, unknown = inputs(), inputs((1, 2, 20, 8))
+    taken = []
+    serving = importlib.import_module("tuner.runtime.call.serving")
+    long_way = serving.answer
+
+    def noted(call: Any, kind: Any = None) -> Any:
+        taken.append(call)
+        return long_way(call, kind)
+
+    monkeypatch.setattr(serving, "answer", noted)
+    for _ in range(3):
+        assert was_tuned(machine.attention(*known))
+        assert same(machine.attention(*unknown), SDPA(*unknown))
+    assert len(taken) == 2, "the first call of each kind"
+    stats = machine.stats()
+    assert (stats.hits, stats.fallbacks) == (3, {"no measured winner": 3})
+    off = [misaligned(tensor) for tensor in unknown]
+    assert same(machine.attention(*off), SDPA(*unknown)) and len(taken) == 3
+    seen = torch.ones(20, 20, dtype=torch.bool)
+    assert same(machine.attention(*unknown, seen), SDPA(*unknown, seen)) and len(taken) == 4
+    graded = [tensor.clone().requires_grad_() for tensor in unknown]
+    assert machine.attention(*graded).requires_grad
 
 
 def test_a_measured_kernel_is_launched(machine: Machine) -> None:
