@@ -4,6 +4,7 @@ PyTorch is given, and what raises. `tests/gpu/test_runtime_handed_over_gpu.py` h
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 import random
@@ -31,7 +32,7 @@ from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 
 from tuner.runtime.call import handed_over, native  # noqa: E402
 
@@ -182,6 +183,7 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -195,6 +197,9 @@ def test_every_entry_answers(
     """By a kernel, and by PyTorch, which is given aligned tensors."""
     if requires_grad and entry in ("under a block mask", "the operator under a window"):
         pytest.skip("PyTorch's FlexAttention has none on a CPU; the operator has its own")
+    # Compiled it takes 20 CPU-seconds here.
+    sparse = importlib.import_module("tuner.runtime.attention.sparse")
+    monkeypatch.setattr(sparse, "_compiled", lambda: flex_attention)
     q, k, v = tensors()
     given = [WAYS[way](t).requires_grad_(requires_grad) for t in (q, k, v)]
     seen = watched(monkeypatch)
