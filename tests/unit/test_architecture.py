@@ -19,6 +19,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+#: Transformers 5.17 under torch 2.13.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)
 
 from transformers import masking_utils  # noqa: E402
 from transformers.integrations import moe  # noqa: E402
