@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -350,6 +352,19 @@ class TestAnotherBuild:
             assert kernel.proof is not None
             assert kernel.proof.carried == proven.kernels[spec].artifact
         assert "2 proofs are of other artifacts with equal" in capsys.readouterr().err
+
+    def test_a_failure_that_another_process_notes_meanwhile_stays(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        update = built.update
+
+        def late(path: Path, change: Callable[[KernelList], KernelList]) -> None:
+            replace(written(), faults={self.CODE: "wrong"}).write(path)
+            update(path, change)
+
+        monkeypatch.setattr(built, "update", late)
+        assert main(["build", "--portfolio"]) == 0
+        assert all(one.proof is None for one in self.others(written()).values())
 
     @pytest.mark.parametrize("variable", ["NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS", ""])
     def test_proven_kernels_stay_where_the_new_ones_have_no_proof(
