@@ -23,6 +23,11 @@ MAX_README_LINES = 110
 OPENINGS = ("What", "Who", "Whether", "Of", "Where")
 #: So does the text of an argument, which names the thing.
 ARGUMENT_OPENINGS = ("what", "who", "whose", "whether", "where", "which", "how", "of", "those")
+#: Names that do not say what they hold.
+VAGUE = frozenset(
+    "found known one made chosen given said seen kept taken others rest these those it asked "
+    "wanted held left there both each all_ ones".split()
+)
 #: Wording that the rules name, and what to write in its place.
 WORDING = {r"(?<!there )\b(?:is|are|was|were) no\b(?! longer)": "is not a"}
 
@@ -137,6 +142,14 @@ def docstring_faults(text: str) -> Iterator[str]:
                 yield f"argument opens with '{argument[2]}': {part.strip()[:60]}"
 
 
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """Names of the arguments and variables of a module, once for each binding."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_pages(page: Path) -> None:
     parts = paragraphs(page.read_text())
@@ -151,6 +164,14 @@ def test_the_readme_is_short() -> None:
 def test_arguments_name_the_thing() -> None:
     text = "Sum.\n\nArgs:\n    one: what is added.\n    other: the other number."
     assert list(docstring_faults(text)) == ["argument opens with 'what': one: what is added."]
+
+
+def test_names_say_the_thing() -> None:
+    """At most 1 % of what is bound has a name that would fit anything."""
+    trees = (ast.parse(file.read_text()) for file in (ROOT / "tuner").rglob("*.py"))
+    names = [name for tree in trees for name in bound_names(tree)]
+    vague = Counter(name for name in names if name in VAGUE)
+    assert 100 * vague.total() <= len(names), vague.most_common(10)
 
 
 def test_the_page_on_the_architecture_names_files_that_exist() -> None:

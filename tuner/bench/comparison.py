@@ -178,10 +178,10 @@ class ComparisonRun:
             named=task.named(task.problem, gpu),
         )
 
-    def _compile(self, wanted: Sequence[tuple[Problem, Lineup]]) -> list[BaseException]:
+    def _compile(self, pairs: Sequence[tuple[Problem, Lineup]]) -> list[BaseException]:
         """Build every kernel before the timing. A failure affects only its row. Returns errors."""
         specs: dict[KernelSpec, None] = {REFERENCE: None}
-        for problem, lineup in wanted:
+        for problem, lineup in pairs:
             for contender in lineup.contenders:
                 kernels = family(contender.config.family).kernels(problem, contender.config)
                 specs.update(dict.fromkeys(kernels.values()))
@@ -208,13 +208,13 @@ class ComparisonRun:
         configs = [contender.config for contender in lineup.contenders]
         try:
             runner = self._machines.of(task.problem, task.regime)
-            seen = runner.retime(task.problem, configs, task.rounds)
+            runs = runner.retime(task.problem, configs, task.rounds)
         except StoreError:
             raise
         except TunerError as exc:
             return replace(empty, failure=str(exc))
-        timed = tuple(TimedKernel.of(c, m) for c, m in zip(lineup.contenders, seen, strict=True))
-        clocks = next((m.clocks for m in seen if m.ok), empty.clocks)
+        timed = tuple(TimedKernel.of(c, m) for c, m in zip(lineup.contenders, runs, strict=True))
+        clocks = next((m.clocks for m in runs if m.ok), empty.clocks)
         return replace(empty, timed=timed, clocks=clocks)
 
 

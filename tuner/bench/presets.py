@@ -152,13 +152,13 @@ def _tile(tile: Tile) -> dict[str, Value]:
     return dict(zip(("tile_m", "tile_n", "tile_k"), tile, strict=True))
 
 
-def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config | None:
+def _cheapest(problem: Problem, gpu: Gpu, params: Mapping[str, Value]) -> Config | None:
     """Legal config with the least estimate among those of the space with these parameters set; None
     when none is legal.
     """
     member = family(problem.op)
     changed = {
-        Config(member.name, {**config.params, **wanted})
+        Config(member.name, {**config.params, **params})
         for config in member.space(problem, gpu)
         if not config.get("swap_ab", False)
     }

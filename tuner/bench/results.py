@@ -80,13 +80,13 @@ class TimedKernel:
     The latency also includes the launch, and the predecessor's effect on the caches."""
 
     @classmethod
-    def of(cls, contender: Contender, seen: Measurement) -> Self:
+    def of(cls, contender: Contender, run: Measurement) -> Self:
         return cls(
             role=contender.role,
             name=contender.name,
-            stages_us=kernel_times.read(seen.log) if seen.ok else {},
-            again_us=kernel_times.read_again(seen.log) if seen.ok else None,
-            **{name: getattr(seen, name) for name in MEASURED},
+            stages_us=kernel_times.read(run.log) if run.ok else {},
+            again_us=kernel_times.read_again(run.log) if run.ok else None,
+            **{name: getattr(run, name) for name in MEASURED},
         )
 
     @property

@@ -88,8 +88,8 @@ def write_wheel(
     name = f"{PACKAGE}-{tuner.__version__}"
     path = folder / f"{name}-py3-none-{PLATFORM}.whl"
     beside = beside_kernels(artifacts)
-    known = [one.facts for one in beside if one.facts.get("template") == dispatcher.SOURCE]
-    versions = tuple(sorted(f"torch {facts['torch']}, {facts['python']}" for facts in known))
+    units = [one.facts for one in beside if one.facts.get("template") == dispatcher.SOURCE]
+    versions = tuple(sorted(f"torch {facts['torch']}, {facts['python']}" for facts in units))
     members = dict(_package(packed, artifacts, beside))
     members |= dict(_info(packed, versions, name))
     members[f"{name}.dist-info/RECORD"] = _record(members, f"{name}.dist-info/RECORD")
@@ -187,8 +187,8 @@ def _package(
         if artifact.sha256 != kernel.sha256:
             raise ConfigError(f"artifact {kernel.artifact} was rebuilt: tuner build --portfolio")
         data = artifact.library.read_bytes()
-        if (wanted := newest_glibc(data)) > MAX_GLIBC:
-            version = ".".join(map(str, wanted))
+        if (glibc := newest_glibc(data)) > MAX_GLIBC:
+            version = ".".join(map(str, glibc))
             raise ConfigError(f"artifact {kernel.artifact} needs glibc {version} (allowed: 2.34)")
         yield from _members(artifact, data)
     for artifact in beside:

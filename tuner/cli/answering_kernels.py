@@ -139,9 +139,7 @@ class _Entered:
         if self._listed:
             from tuner.cli.portfolio import starting_list
 
-            update(
-                self._path, lambda known: known, start=lambda: starting_list(self._path, compiler)
-            )
+            update(self._path, lambda rows: rows, start=lambda: starting_list(self._path, compiler))
             self._entries = BuiltKernels(self._path, force=force)
 
     def enter(self, spec: KernelSpec, artifact: Artifact) -> None:

@@ -73,16 +73,16 @@ def sweep_aot(
         return compile_aot(specs, compiler, options.sweep.time_limit_s, started)
 
 
-def wanted_text(number: int, one: Wanted) -> str:
+def wanted_text(number: int, row: Wanted) -> str:
     """One line of at most `COLUMNS`: expected gain, first problem, digest, and part of the config.
 
     The gain is in percent of a problem's time, summed over the problems.
     """
     from tuner.selection.describe import counted, cut
 
-    first = f"{counted(len(one.problems), 'problem')}, first {one.problems[0].label()}"
-    config = f"{one.config.digest[:6]} {one.config}"
-    text = f"{number}: gain {100 * one.worth:.1f} % over {first}: {config}"
+    first = f"{counted(len(row.problems), 'problem')}, first {row.problems[0].label()}"
+    config = f"{row.config.digest[:6]} {row.config}"
+    text = f"{number}: gain {100 * row.worth:.1f} % over {first}: {config}"
     return cut(text, COLUMNS)
 
 

@@ -302,6 +302,6 @@ def _kernels(row: Row, gpu: Gpu) -> str:
     return "\n".join(parts)
 
 
-def _said(seen: Resources) -> str:
-    spilled = seen.spill_store_bytes + seen.spill_load_bytes
-    return f"{seen.registers} registers, {spilled} bytes spilled"
+def _said(used: Resources) -> str:
+    spilled = used.spill_store_bytes + used.spill_load_bytes
+    return f"{used.registers} registers, {spilled} bytes spilled"

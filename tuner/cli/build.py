@@ -55,10 +55,10 @@ class BuildTarget:
 
     @property
     def label(self) -> str:
-        found = self.measurement
-        place = f"{found.problem.op} {found.problem.label()} on {found.gpu.name}"
-        time = f"{describe.microseconds(found.latency_us)} us"
-        return f"{place}, {found.regime}: {found.config.family}, {time}, {self.speed}"
+        answer = self.measurement
+        place = f"{answer.problem.op} {answer.problem.label()} on {answer.gpu.name}"
+        time = f"{describe.microseconds(answer.latency_us)} us"
+        return f"{place}, {answer.regime}: {answer.config.family}, {time}, {self.speed}"
 
 
 def register(subparsers: Any) -> None:
@@ -206,7 +206,7 @@ def _answers(args: argparse.Namespace) -> int:
         args.jobs = max(1, cpu_count() // 2)
     gpu = gpu_of(args) or detect() or DEFAULT_GPU
     path = sqlite_file(args.store or settings.store_url())
-    found = ModelAnswers.of(_steps(args), gpu, path, engine_of(args))
+    answers = ModelAnswers.of(_steps(args), gpu, path, engine_of(args))
     artifacts = ArtifactCache()
     with contextlib.ExitStack() as stack:
         if not args.dry_run:
@@ -215,13 +215,13 @@ def _answers(args: argparse.Namespace) -> int:
         tools, capability = find_toolchain(), gpu.compute_capability
         compiler = Compiler(tools, artifacts, jobs=args.jobs, capability=capability)
         built = answering_kernels.build(
-            found.rows(),
+            answers.rows(),
             gpu,
             stack.enter_context(compiler),
             store,
             dry_run=args.dry_run,
             force=args.force,
-            libraries=lambda: _build_libraries(artifacts, list(found.answers)),
+            libraries=lambda: _build_libraries(artifacts, list(answers.answers)),
         )
     if args.json:
         print(json.dumps(built._asdict()))
@@ -269,7 +269,7 @@ def _build_libraries(
         ("the quantiser of activations", single.BLOCK_QUANTISER, grouped, "scales", "block"),
         (append, single.PAGED_APPEND, attention, "is_paged", True),
     ):
-        needed = any(getattr(one, fact, None) == value for one in problems or ())
+        needed = any(getattr(p, fact, None) == value for p in problems or ())
         if needed or (problems is None and op in (None, of)):
             build(text, library)
 
@@ -337,16 +337,16 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
 
     problem = problem_of(args) if args.shape else None
     gpu, measured = gpu_of(args, store), Provenance.MEASURED
-    chosen = [
+    entries = [
         entry
         for entry in in_use(with_shipped(store.entries()))
         if entry.matches(op=args.op, problem=problem, provenance=measured)
         and (gpu is None or gpu.shares_decisions(entry.gpu))
     ]
     if gpu is not None:  # the GPU's own decisions come before shared ones
-        own = {entry.problem for entry in chosen if entry.gpu.identity == gpu.identity}
-        chosen = [e for e in chosen if e.gpu.identity == gpu.identity or e.problem not in own]
-    return chosen
+        own = {entry.problem for entry in entries if entry.gpu.identity == gpu.identity}
+        entries = [e for e in entries if e.gpu.identity == gpu.identity or e.problem not in own]
+    return entries
 
 
 def _own(entry: Entry) -> Iterator[Measurement]:
@@ -367,12 +367,12 @@ def _refuse_second_gpus(targets: list[BuildTarget]) -> None:
     """
     first: dict[tuple[str, str], str] = {}
     for target in targets:
-        found = target.measurement
-        capability = first.setdefault((found.problem.key, found.config.digest), target.capability)
+        posed = target.measurement
+        capability = first.setdefault((posed.problem.key, posed.config.digest), target.capability)
         if capability != target.capability:
             target.reason = (
                 f"built for compute capability {capability} in the same store, which holds one "
-                f"build of a config: choose the GPU with --gpu, as in --gpu '{found.gpu.name}'"
+                f"build of a config: choose the GPU with --gpu, as in --gpu '{posed.gpu.name}'"
             )
 
 
@@ -380,23 +380,23 @@ def _submit(targets: list[BuildTarget], compiler: Compiler) -> None:
     """Submit the kernels of all targets at once, so that they can share units."""
     from tuner.families import family
 
-    wanted: list[tuple[BuildTarget, str, KernelSpec]] = []
+    missing: list[tuple[BuildTarget, str, KernelSpec]] = []
     for target in targets:
         if target.reason:
             continue
-        found = target.measurement
+        posed = target.measurement
         try:
-            member = family(found.config.family)
-            if reasons := member.violations(found.problem, found.config, found.gpu):
+            member = family(posed.config.family)
+            if reasons := member.violations(posed.problem, posed.config, posed.gpu):
                 target.reason = f"not legal here: {'; '.join(reasons)}"
                 continue
-            kernels = member.kernels(found.problem, found.config)
+            kernels = member.kernels(posed.problem, posed.config)
         except TunerError as exc:
             target.reason = str(exc)
             continue
-        wanted += [(target, name, spec) for name, spec in kernels.items()]
-    futures = compiler.submit([spec for _, _, spec in wanted])
-    for (target, name, _), (_, future) in zip(wanted, futures, strict=True):
+        missing += [(target, name, spec) for name, spec in kernels.items()]
+    futures = compiler.submit([spec for _, _, spec in missing])
+    for (target, name, _), (_, future) in zip(missing, futures, strict=True):
         target.kernels[name] = future
         target.cached += future.done()
 
@@ -416,13 +416,13 @@ def _finish(target: BuildTarget, store: Store) -> None:
         except TunerError as exc:
             target.reason = f"{name}: {exc}"
             return
-    found = target.measurement
-    if artifacts != dict(found.artifacts):
-        store.record_build(found.problem, found.config, artifacts)
+    posed = target.measurement
+    if artifacts != dict(posed.artifacts):
+        store.record_build(posed.problem, posed.config, artifacts)
 
 
 def _said(target: BuildTarget) -> str:
     if target.reason:
         return f"failed, {target.reason}"
-    made = len(target.kernels) - target.cached
-    return f"{made} compiled, {target.cached} there already"
+    fresh = len(target.kernels) - target.cached
+    return f"{fresh} compiled, {target.cached} there already"

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if any(pair.is_slower for pair in comparison.pairs) else DONE
 
 
-def comparison_text(found: DecisionComparison) -> str:
+def comparison_text(compared: DecisionComparison) -> str:
     """Table of all pairs, and of the entries that only one side has."""
     from tuner.selection.describe import (
         kernel_name,
@@ -85,7 +85,7 @@ def comparison_text(found: DecisionComparison) -> str:
     heading = ("problem", "GPU", "regime", "kernel", "A us", "B us", "B's speed", "vendors'")
     rows = [(*heading, "verdict")]
     lines = []
-    for pair in found.pairs:
+    for pair in compared.pairs:
         roles = [("served", pair.served)]
         if pair.own and pair.own != pair.served:
             roles.append(("best own", pair.own))
@@ -106,13 +106,13 @@ def comparison_text(found: DecisionComparison) -> str:
         if pair.new_winner:
             name = f"{pair.a.problem.op} {pair.a.problem.label()}"
             lines += wrapped(f"new winner: {name}: {pair.new_winner}")
-    for side, entries in (("A", found.only_a), ("B", found.only_b)):
+    for side, entries in (("A", compared.only_a), ("B", compared.only_b)):
         for e in entries:
             name = f"{e.problem.op} {e.problem.label()} on {e.gpu.name}, {e.regime}"
             lines += wrapped(f"only in {side}: {name}")
-    if found.environment:
-        changed = (f"{name} {a} -> {b}" for name, (a, b) in found.environment.items())
+    if compared.environment:
+        changed = (f"{name} {a} -> {b}" for name, (a, b) in compared.environment.items())
         lines += wrapped(f"environment: {', '.join(changed)}")
-    slower = sum(pair.is_slower for pair in found.pairs)
-    lines.append(f"{len(found.pairs)} compared, {slower} slower")
+    slower = sum(pair.is_slower for pair in compared.pairs)
+    lines.append(f"{len(compared.pairs)} compared, {slower} slower")
     return "\n".join([table(rows, right=frozenset({4, 5, 6, 7})), "", *lines])

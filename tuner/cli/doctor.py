@@ -127,7 +127,7 @@ def _gpu(index: int) -> Iterator[Finding]:
     try:
         gpu = device.detect(index)
         facts = device.environment(index).facts if gpu else {}
-        others = device.occupants(index) if gpu else []
+        users = device.occupants(index) if gpu else []
     except (TunerError, RuntimeError, OSError) as exc:
         yield Finding("GPU", MISSING, f"cannot be asked: {exc}", "check the NVIDIA driver")
         return
@@ -146,8 +146,8 @@ def _gpu(index: int) -> Iterator[Finding]:
         allowed = f"allowed: compute capability {OLDEST_CAPABILITY} and newer"
         yield Finding("GPU", MISSING, text, allowed)
     yield _driver(str(facts.get("driver", "version unknown")), str(facts.get("cuda", "0")))
-    if others:
-        yield Finding("GPU use", NOTE, "; ".join(others), "others are using it: times may be off")
+    if users:
+        yield Finding("GPU use", NOTE, "; ".join(users), "others are using it: times may be off")
     if gpu.is_served:
         yield serving_finding(gpu)
 
@@ -167,20 +167,20 @@ def serving_finding(gpu: Gpu) -> Finding:
             if gpu.shares_decisions(entry.gpu):
                 decided.setdefault(entry.gpu.name, set()).add(entry.problem)
     own = decided.pop(gpu.name, set())
-    shared = [f"{n} of {name}" for name, all_ in sorted(decided.items()) if (n := len(all_ - own))]
+    shared = [f"{n} of {name}" for name, keys in sorted(decided.items()) if (n := len(keys - own))]
     text = f"decisions for {', '.join([f'{len(own)} problems of its own', *shared])}"
-    gpus = {models.made_on or one.gpu for one in portfolios for models in one.domains.values()}
+    gpus = {models.made_on or p.gpu for p in portfolios for models in p.domains.values()}
     if not portfolios:
         advice = "PyTorch answers shapes that nobody tuned: tuner sweep"
         return Finding("shipped data", NOTE, f"{text}; no portfolio", advice)
-    others = sorted(source.name for source in gpus if source.identity != gpu.identity)
-    names = [gpu.name] if len(others) < len(gpus) else []
-    names += [f"{', '.join(others)}, rescaled to this GPU"] if others else []
+    sources = sorted(source.name for source in gpus if source.identity != gpu.identity)
+    names = [gpu.name] if len(sources) < len(gpus) else []
+    names += [f"{', '.join(sources)}, rescaled to this GPU"] if sources else []
     text += f"; portfolios made on {', and on '.join(names)}"
     text += f"; {proven} of {len(kernels)} built kernels are proven"
     if not proven:
         return Finding("shipped data", NOTE, text, f"`{BUILD}`, then `{PROVE}`")
-    if others:
+    if sources:
         advice = "expected times are predictions: TUNER_BENCHMARK=1 measures in place"
         return Finding("shipped data", NOTE, text, advice)
     return Finding("shipped data", OK, text)

@@ -292,12 +292,12 @@ def import_file(args: argparse.Namespace) -> int:
     return 0
 
 
-def imported_text(report: ImportReport, others: str) -> str:
+def imported_text(report: ImportReport, beside: str) -> str:
     """Text of an import: the entries, and the others that came with them."""
     text = (
         f"{describe.counted(report.entries_added, 'entry')} added, "
         f"{report.entries_replaced} replaced, {report.entries_known} known already, "
-        f"{len(report.entries_kept)} not taken; {others}"
+        f"{len(report.entries_kept)} not taken; {beside}"
     )
     refused = (
         f"not taken: {label}: this store has its own or a newer decision"
@@ -460,14 +460,14 @@ def _regimes(args: argparse.Namespace, problem: Problem | None) -> tuple[Regime,
     return regimes_of(args, problem.op if problem else (args.op or "attention"))
 
 
-def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
+def _wanted(args: argparse.Namespace, entries: Sequence[Entry]) -> dict[str, Any]:
     """Filters of `Store.entries` and `Store.export` from the options."""
     problem = _problem(args)
     provenance = getattr(args, "provenance", None)
     return {
         "op": args.op,
         "problem": problem,
-        "gpu": find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None,
+        "gpu": find_gpu(args.gpu, [e.gpu for e in entries]) if args.gpu else None,
         "regime": _regimes(args, problem),
         "provenance": Provenance(provenance) if provenance else None,
     }

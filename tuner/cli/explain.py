@@ -50,22 +50,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def explanation_text(subject: ReportSubject, found: Explanation) -> str:
+def explanation_text(subject: ReportSubject, explained: Explanation) -> str:
     """The explanation, in paragraphs."""
     lines = [
         f"{subject.label}: measured {subject.measured_on}, {subject.source}",
         "",
-        *wrapped(found.headline),
-        *(f"  {line}" for line in config_lines(found.config.config, 98)),
+        *wrapped(explained.headline),
+        *(f"  {line}" for line in config_lines(explained.config.config, 98)),
     ]
-    for contrast in found.contrasts:
+    for contrast in explained.contrasts:
         lines += ["", contrast.title]
         if contrast.changes:
             lines += _item("changed: " + "; ".join(contrast.changes))
         lines += _claims(contrast.claims)
-    if found.single:
-        lines += ["", "Changing one parameter alone", *_claims(found.single)]
-    lines += ["", "Limits", *_claims(found.limits), *_claims(found.counted)]
+    if explained.single:
+        lines += ["", "Changing one parameter alone", *_claims(explained.single)]
+    lines += ["", "Limits", *_claims(explained.limits), *_claims(explained.counted)]
     return "\n".join(lines)
 
 

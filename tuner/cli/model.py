@@ -63,10 +63,10 @@ def steps_of(args: argparse.Namespace) -> list[ModelStep]:
         shapes.numbers(name, text) if (text := getattr(args, name)) else None
         for name in ("batch", "seqlen")
     )
-    found = steps.steps(model, engine_of(args), *sizes, dtype=args.dtype, ranks=ranks)
-    for reason in steps.left_out(found):
+    calls = steps.steps(model, engine_of(args), *sizes, dtype=args.dtype, ranks=ranks)
+    for reason in steps.left_out(calls):
         print(f"left out: {reason}", file=sys.stderr)
-    return found
+    return calls
 
 
 def engine_of(args: argparse.Namespace) -> Engine | None:
@@ -93,28 +93,28 @@ def look_up_model(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> int:
     """Print a model's calls by their share of the time, and the model's expected gain; arguments as
     of `answers_of`.
     """
-    found = answers_of(args, gpu, path)
+    answers = answers_of(args, gpu, path)
     if args.json:
-        print(json.dumps(answers_json(found, gpu)))
+        print(json.dumps(answers_json(answers, gpu)))
     else:
-        print(_text(found, gpu))
+        print(_text(answers, gpu))
     return 0
 
 
-def _text(found: ModelAnswers, gpu: Gpu) -> str:
+def _text(answers: ModelAnswers, gpu: Gpu) -> str:
     from tuner.selection import model_table
     from tuner.selection.describe import table, wrapped
 
-    rows, others = model_table.shown(found.rows())
+    rows, further = model_table.shown(answers.rows())
     calls = table([model_table.CALLS, *model_table.calls(rows)], right=frozenset({0, 3}))
-    steps = table([model_table.STEPS, *model_table.steps(found)], right=frozenset({1, 2, 3, 4}))
+    steps = table([model_table.STEPS, *model_table.steps(answers)], right=frozenset({1, 2, 3, 4}))
     lines = [f"calls on {gpu.name}, by their share of the time; every step counts as much", calls]
-    lines += [text] if (text := model_table.others_text(others)) else []
+    lines += [text] if (text := model_table.others_text(further)) else []
     lines += ["", steps, "", *(line for note in model_table.NOTES for line in wrapped(note))]
     return "\n".join(lines)
 
 
-def answers_json(found: ModelAnswers, gpu: Gpu) -> dict[str, Any]:
+def answers_json(answers: ModelAnswers, gpu: Gpu) -> dict[str, Any]:
     """Calls, steps and gains as one JSON object."""
     from tuner.selection.model_table import WAYS
 
@@ -133,10 +133,10 @@ def answers_json(found: ModelAnswers, gpu: Gpu) -> dict[str, Any]:
     ways = dict(zip(("pytorch", "fastest"), WAYS, strict=True))
     return {
         "gpu": gpu.name,
-        "calls": [{"share": row.share, **call(row.answer)} for row in found.rows()],
+        "calls": [{"share": row.share, **call(row.answer)} for row in answers.rows()],
         "steps": [
-            {"step": step.label, **{key: found.gain(step, way) for key, way in ways.items()}}
-            for step in found.steps
+            {"step": step.label, **{key: answers.gain(step, way) for key, way in ways.items()}}
+            for step in answers.steps
         ],
-        "gain": {key: found.mean_gain(way) for key, way in ways.items()},
+        "gain": {key: answers.mean_gain(way) for key, way in ways.items()},
     }

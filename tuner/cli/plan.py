@@ -80,15 +80,15 @@ def run(args: argparse.Namespace) -> int:
         gpu = gpu_of(args, store) or DEFAULT_GPU
         say_planning(problems, gpu)
         regime, found = measured_in(ops[0], gpu, usual_inputs(args, ops[0]), store)
-    known = times(problems, gpu, found, predict=not args.measured, note=ProgressNotes())
-    made = plan(known, args.within / 100)
+    timed = times(problems, gpu, found, predict=not args.measured, note=ProgressNotes())
+    steps = plan(timed, args.within / 100)
     elsewhere = {p: rows[0].regime for p, rows in found.items() if rows[0].regime != regime}
     if args.json:
         facts = {"op": ops[0], "gpu": gpu.name, "regime": str(regime)}
-        print(json.dumps({**facts, **made.to_json()}))
+        print(json.dumps({**facts, **steps.to_json()}))
     else:
-        print(plan_text(f"{ops[0]} on {gpu.name}, {regime}", made, elsewhere))
-    return 1 if made.unserved else 0
+        print(plan_text(f"{ops[0]} on {gpu.name}, {regime}", steps, elsewhere))
+    return 1 if steps.unserved else 0
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
@@ -101,21 +101,21 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return expand(PROBLEMS[args.op], args.shape)
 
 
-def plan_text(head: str, made: CoveragePlan, regimes: Mapping[Problem, Regime]) -> str:
+def plan_text(head: str, planned: CoveragePlan, regimes: Mapping[Problem, Regime]) -> str:
     """Chosen configs, and a table of the shapes with the source of each number.
 
     Args:
         head: operation, GPU and regime.
-        made: the plan.
+        planned: the plan.
         regimes: regimes of problems that were timed in another one.
     """
     from tuner.selection.describe import microseconds, table, wrapped
 
-    choices = made.choices
+    choices = planned.choices
     shapes = sum(len(choice.served) for choice in choices)
     lines = [
         f"{head}: {_count(len(choices), 'configuration')} for {_count(shapes, 'shape')}, each "
-        f"within {100 * made.within:g} % of the best known"
+        f"within {100 * planned.within:g} % of the best known"
     ]
     for number, choice in enumerate(choices, 1):
         lines += ["", *wrapped(f"{number}  {choice.config}"), f"   {_sum(choice)}"]
@@ -137,7 +137,7 @@ def plan_text(head: str, made: CoveragePlan, regimes: Mapping[Problem, Regime]) 
         lines += ["", table(rows, right=frozenset({2, 3}))]
     if predicted := shapes - sum(choice.measured for choice in choices):
         lines += ["", *wrapped(f"{_count(predicted, 'loss')} predicted, not measured: {_TUNE}")]
-    lines += [f"nothing is known of {problem.label()}" for problem in made.unserved]
+    lines += [f"nothing is known of {problem.label()}" for problem in planned.unserved]
     return "\n".join(lines)
 
 

@@ -38,10 +38,10 @@ def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
     from tuner.selection.reader import find_gpu
 
     every = shipped()
-    there = serving(every, find_gpu(gpu, [one.gpu for one in every])) if gpu else everywhere()
-    portfolios = [portfolio for portfolio in there if op in (None, portfolio.op)]
+    here = serving(every, find_gpu(gpu, [p.gpu for p in every])) if gpu else everywhere()
+    portfolios = [portfolio for portfolio in here if op in (None, portfolio.op)]
     if not portfolios:
-        allowed = ", ".join(f"--op {one.op} --gpu '{one.gpu.name}'" for one in every) or "none"
+        allowed = ", ".join(f"--op {p.op} --gpu '{p.gpu.name}'" for p in every) or "none"
         raise ConfigError(f"no portfolio ships for that (allowed: {allowed})")
     return portfolios
 
@@ -104,10 +104,10 @@ def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
     from tuner.selection.rules import OPERATIONS, WITHOUT_PORTFOLIO, rules
 
     by_capability: dict[str, list[Target]] = {}
-    for one in [] if op in WITHOUT_PORTFOLIO else chosen(op, gpu):
-        if one.made_on is not None:
-            say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
-        by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
+    for p in [] if op in WITHOUT_PORTFOLIO else chosen(op, gpu):
+        if p.made_on is not None:
+            say(f"{p.op}: the portfolio of {p.made_on.name}, rescaled to {p.gpu.name}")
+        by_capability.setdefault(p.gpu.compute_capability, []).extend(targets(p))
     for rule in rules(OPERATIONS if op is None else {op}):
         by_capability.setdefault(HOPPER, []).extend(rule.targets())
     return by_capability
@@ -175,9 +175,9 @@ def _staying(count: int) -> str:
     return f"{text} (--force replaces them)"
 
 
-def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) -> bool:
+def _is_whole(unit: Sequence[KernelSpec], compiled: Mapping[KernelSpec, Artifact]) -> bool:
     """True when one library has all kernels of the unit, and no others."""
-    artifacts = [there.get(spec) for spec in unit]
+    artifacts = [compiled.get(spec) for spec in unit]
     libraries = {artifact.sha256 if artifact is not None else None for artifact in artifacts}
     return len(libraries) == 1 and all(
         one is not None and one.facts["kernels_in_unit"] == len(unit) for one in artifacts

@@ -208,17 +208,17 @@ def _invariance(args: argparse.Namespace, gpu: Gpu) -> int:
     faults = []
     with BitChecker(args.device) as checker:
         for path in _current(gpu.compute_capability):
-            found = compare_rows(
+            rows = compare_rows(
                 path,
                 _wanted(args, gpu),
                 checker,
                 changed=changed,
                 is_over=lambda: time.monotonic() - started > (args.time_limit or float("inf")),
             )
-            faults += found.variant
+            faults += rows.variant
             say(
-                f"{path}: {found.rows} rows of {found.kernels} kernels compared, "
-                f"{len(found.variant)} kernels vary, {found.skipped} have no proof or no class"
+                f"{path}: {rows.rows} rows of {rows.kernels} kernels compared, "
+                f"{len(rows.variant)} kernels vary, {rows.skipped} have no proof or no class"
             )
     for fault in faults:
         print(f"tuner: serves no batch-invariant call: {fault}", file=sys.stderr)
@@ -304,7 +304,7 @@ def _current(capability: str | None) -> dict[Path, KernelList]:
     from tuner.selection.kernels import BUILD, current
 
     lists = current(lambda text: say(f"tuner: {text}"))
-    fitting = {path: one for path, one in lists.items() if capability in (None, one.capability)}
+    fitting = {path: rows for path, rows in lists.items() if capability in (None, rows.capability)}
     if not fitting:
         where = f"compute capability {capability}, " if capability else ""
         raise ConfigError(f"no kernel is built for {where}these templates ({BUILD})")

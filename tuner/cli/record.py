@@ -125,11 +125,11 @@ def _pack(place: Path, as_json: bool) -> int:
     return 0
 
 
-def _facts(path: Path, size: int, found: Recording) -> dict[str, Any]:
+def _facts(path: Path, size: int, recording: Recording) -> dict[str, Any]:
     return {
         "path": str(path),
         "bytes": size,
-        "kernels": found.kernels(),
-        "measurements": sum(len(part.measurements) for part in found.walk()),
-        "problems": [part.problem.label() for part in found.walk()],
+        "kernels": recording.kernels(),
+        "measurements": sum(len(part.measurements) for part in recording.walk()),
+        "problems": [part.problem.label() for part in recording.walk()],
     }

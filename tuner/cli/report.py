@@ -99,15 +99,15 @@ def _model(args: argparse.Namespace, path: Path) -> int:
     from tuner.report import model
     from tuner.report.page import page
 
-    gpu, found = _answers(args)
+    gpu, answers = _answers(args)
     name = args.model.parent.name if args.model.name == "config.json" else args.model.stem
-    said, facts = model.verdict(name, found, gpu), model.facts(args.model, found, gpu)
-    numbers = answers_json(found, gpu)
-    size = output.write(path, page(name, said, facts, model.sections(found), numbers))
+    text, facts = model.verdict(name, answers, gpu), model.facts(args.model, answers, gpu)
+    numbers = answers_json(answers, gpu)
+    size = output.write(path, page(name, text, facts, model.sections(answers), numbers))
     if args.json:
-        print(json.dumps({"path": str(path), "bytes": size, "verdict": said}))
+        print(json.dumps({"path": str(path), "bytes": size, "verdict": text}))
     else:
-        print(f"{said}\n{path}: {size / 1e6:.1f} MB")
+        print(f"{text}\n{path}: {size / 1e6:.1f} MB")
     return 0
 
 

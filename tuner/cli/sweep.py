@@ -279,14 +279,14 @@ def cluster_of(args: argparse.Namespace) -> ClusterPlace | None:
 
     texts = {"--gpu-label": args.gpu_label, "--compile-label": args.compile_label}
     if args.runner == "local":
-        given = {**texts, "--ray-address": args.ray_address, "--gpus": args.gpus}
-        for name, value in given.items():
+        words = {**texts, "--ray-address": args.ray_address, "--gpus": args.gpus}
+        for name, value in words.items():
             if value:
                 raise ConfigError(f"{name} belongs to --runner ray")
         return None
     if args.replay:
         raise ConfigError("--replay needs no cluster: leave --runner ray out")
-    labels = {name: _labels(name, given) for name, given in texts.items()}
+    labels = {name: _labels(name, text) for name, text in texts.items()}
     return ClusterPlace(
         args.ray_address, labels["--gpu-label"], labels["--compile-label"], args.gpus
     )
@@ -294,13 +294,13 @@ def cluster_of(args: argparse.Namespace) -> ClusterPlace | None:
 
 def _labels(option: str, texts: list[str]) -> dict[str, str]:
     """``["gpu=H200"]`` as a mapping."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not (name and equals and value) or name in found:
+        if not (name and equals and value) or name in labels:
             raise ConfigError(f"{option} {text}: wanted is NAME=VALUE, each name once")
-        found[name] = value
-    return found
+        labels[name] = value
+    return labels
 
 
 def problems_of(args: argparse.Namespace) -> list[Problem]:
@@ -379,8 +379,8 @@ def _report(result: JobResult, interruption: Interruption) -> int:
     for problem, exc in result.failed:
         print(f"tuner: {problem.op} {problem.label()}: {exc}", file=sys.stderr)
     if result.interrupted and interruption.number is not None:
-        found = any(outcome.ranking for outcome in result.outcomes)
-        kept = "the best so far is stored" if found else "no candidate had passed yet"
-        print(f"tuner: interrupted; {kept}", file=sys.stderr)
+        ranked = any(outcome.ranking for outcome in result.outcomes)
+        ending = "the best so far is stored" if ranked else "no candidate had passed yet"
+        print(f"tuner: interrupted; {ending}", file=sys.stderr)
         return exit_code(interruption.number)
     return FAILED if result.failed else DONE

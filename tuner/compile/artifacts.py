@@ -243,11 +243,11 @@ class ArtifactCache:
             raise StoreError(f"artifact {key} was damaged while it was written under {self.root}")
         return artifact
 
-    def _publish(self, made: Path, folder: Path) -> None:
+    def _publish(self, source: Path, folder: Path) -> None:
         """Rename into place. An intact artifact that another process put there first stays."""
         for _ in range(2):
             try:
-                made.rename(folder)
+                source.rename(folder)
             except OSError as exc:
                 if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise

@@ -64,9 +64,9 @@ class Work:
         return self.warps_per_sm / WARPS_PER_SM
 
 
-def total(found: Iterable[Work], name: str) -> float:
+def total(amounts: Iterable[Work], name: str) -> float:
     """A quantity of `Work` over all launches of a call."""
-    return float(sum(work.launches * getattr(work, name) for work in found))
+    return float(sum(work.launches * getattr(work, name) for work in amounts))
 
 
 def wgmmas(tile_m: int, tile_n: int, depth: int) -> int:
@@ -138,13 +138,13 @@ def attention_launch(
     )
 
 
-def work_of_groups(each: Sequence[Work], kernel: str) -> Work:
+def work_of_groups(groups: Sequence[Work], kernel: str) -> Work:
     """Work of a grouped product: the tiles of all groups, each padded to whole ones."""
     return replace(
-        each[0],
+        groups[0],
         kernel=kernel,
-        tiles=sum(work.tiles for work in each),
-        tensor_flops=total(each, "tensor_flops"),
-        wgmma=total(each, "wgmma"),
-        l2_bytes=total(each, "l2_bytes"),
+        tiles=sum(work.tiles for work in groups),
+        tensor_flops=total(groups, "tensor_flops"),
+        wgmma=total(groups, "wgmma"),
+        l2_bytes=total(groups, "l2_bytes"),
     )

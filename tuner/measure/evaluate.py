@@ -137,17 +137,17 @@ class Evaluator:
             StoreError: when the artifact cache cannot be written.
             concurrent.futures.CancelledError: when the worker is interrupted.
         """
-        found: dict[int, Measurement] = dict(pending.failures)
+        ended: dict[int, Measurement] = dict(pending.failures)
         ready: list[int] = []
         for index, config in enumerate(pending.group):
-            if index in found:
+            if index in ended:
                 continue
             error = self._compile_error(pending, index)
             if error is None:
                 ready.append(index)
             else:
                 log = _compile_log(error)
-                found[index] = self._failed(pending.problem, config, Status.COMPILE_ERROR, log)
+                ended[index] = self._failed(pending.problem, config, Status.COMPILE_ERROR, log)
         if ready:
             ask = Ask(
                 problem=pending.problem,
@@ -163,8 +163,8 @@ class Evaluator:
             if any(outcome.status not in (Status.OK, Status.UNAVAILABLE) for outcome in outcomes):
                 self._renew(pending.problem)
             for index, outcome in zip(ready, outcomes, strict=True):
-                found[index] = self._measurement(pending, index, outcome, is_final=mode == "final")
-        return [found[index] for index in range(len(pending.group))]
+                ended[index] = self._measurement(pending, index, outcome, is_final=mode == "final")
+        return [ended[index] for index in range(len(pending.group))]
 
     def _seed(self, problem: Problem, mode: str) -> int:
         """Seed of a request's inputs. Quick requests of a problem share one seed, so that a worker

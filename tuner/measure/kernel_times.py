@@ -51,15 +51,15 @@ def alone_us(
     return times
 
 
-def described(found: Mapping[str, float], whole_us: float) -> str:
+def described(times: Mapping[str, float], whole_us: float) -> str:
     """Format the kernels' times, and the rest of the whole call's time, as one line. The rest is
     negative if kernels overlap, or if a kernel alone finds data in the L2 that it misses within the
     call.
     """
-    if not found:
+    if not times:
         return ""
-    parts = ", ".join(f"{name} {us:.2f} us" for name, us in found.items())
-    return f"alone {parts}; between launches {whole_us - sum(found.values()):.2f} us"
+    parts = ", ".join(f"{name} {us:.2f} us" for name, us in times.items())
+    return f"alone {parts}; between launches {whole_us - sum(times.values()):.2f} us"
 
 
 def again_text(us: float) -> str:

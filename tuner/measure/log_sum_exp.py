@@ -54,15 +54,15 @@ def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float
     return _ordered(problem, values)
 
 
-def _ordered(problem: AttentionProblem, found: list[float]) -> list[float]:
+def _ordered(problem: AttentionProblem, values: list[float]) -> list[float]:
     """Values by sequence, then head, in the order of the log-sum-exp's memory."""
     if not problem.is_packed:
-        return found
+        return values
     heads: list[list[float]] = [[] for _ in range(problem.heads_q)]
     start = 0
     for rows in problem.lengths_q:
         for head in heads:
-            head += found[start : start + rows]
+            head += values[start : start + rows]
             start += rows
     return [value for head in heads for value in head]
 
@@ -89,18 +89,18 @@ def lost_of(
 
 
 def judge_lse(
-    found: Sequence[float], wanted: Sequence[float], lost: Sequence[float] | None = None
+    computed: Sequence[float], expected: Sequence[float], lost: Sequence[float] | None = None
 ) -> Verdict:
     """Compare a log-sum-exp with its reference, which is -inf for a query without visible keys.
 
     Args:
-        found: values of the kernel.
-        wanted: the reference.
+        computed: values of the kernel.
+        expected: the reference.
         lost: as of `lost_of`.
     """
     worst, first, count = 0.0, -1, 0
-    parts = lost or [0.0] * len(wanted)
-    for index, (value, reference, part) in enumerate(zip(found, wanted, parts, strict=True)):
+    parts = lost or [0.0] * len(expected)
+    for index, (value, reference, part) in enumerate(zip(computed, expected, parts, strict=True)):
         if value == reference:
             continue
         away = abs(value - reference)
@@ -111,6 +111,6 @@ def judge_lse(
         first = index if first < 0 else first
     if not count:
         return Verdict(Status.OK, worst)
-    text = f"log-sum-exp: {count} of {len(wanted)} rows are wrong, first row {first}: "
-    text += f"{found[first]:.6g}, not {wanted[first]:.6g}"
+    text = f"log-sum-exp: {count} of {len(expected)} rows are wrong, first row {first}: "
+    text += f"{computed[first]:.6g}, not {expected[first]:.6g}"
     return Verdict(Status.WRONG_RESULT, None, text)

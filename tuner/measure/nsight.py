@@ -168,9 +168,9 @@ def _run(arguments: Sequence[str], folder: Path, timeout_s: float) -> Finished:
         raise BenchmarkError(str(exc), status=Status.UNAVAILABLE) from exc
 
 
-def _refused(metrics: Sequence[str], said: str) -> list[str]:
+def _refused(metrics: Sequence[str], output: str) -> list[str]:
     """Metrics named in the profiler's errors."""
-    errors = "\n".join(line for line in said.splitlines() if line.startswith("==ERROR=="))
+    errors = "\n".join(line for line in output.splitlines() if line.startswith("==ERROR=="))
     return [metric for metric in metrics if metric in errors]
 
 

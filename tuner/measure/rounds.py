@@ -146,14 +146,14 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[left], ordered[count - 1 - left]
 
 
-def summarize(seen: Sequence[Clocks]) -> Clocks:
+def summarize(readings: Sequence[Clocks]) -> Clocks:
     """Median clocks over the rounds, the highest temperature, and every throttle reason."""
-    if not seen:
+    if not readings:
         return Clocks()
     return Clocks(
-        sm_mhz=round(statistics.median(c.sm_mhz for c in seen)),
-        memory_mhz=round(statistics.median(c.memory_mhz for c in seen)),
-        temperature_c=max(c.temperature_c for c in seen),
-        power_w=round(statistics.median(c.power_w for c in seen), 1),
-        throttle=tuple(sorted({reason for c in seen for reason in c.throttle})),
+        sm_mhz=round(statistics.median(c.sm_mhz for c in readings)),
+        memory_mhz=round(statistics.median(c.memory_mhz for c in readings)),
+        temperature_c=max(c.temperature_c for c in readings),
+        power_w=round(statistics.median(c.power_w for c in readings), 1),
+        throttle=tuple(sorted({reason for c in readings for reason in c.throttle})),
     )

@@ -209,13 +209,13 @@ class VendorSubject(Subject):
         tensor = self._torch.as_tensor(array, device=f"cuda:{self._device.index}")
         return tensor.view(getattr(self._torch, operand.dtype))
 
-    def _input(self, pointer: int, here: Operand, wanted: Operand) -> Any:
+    def _input(self, pointer: int, here: Operand, operand: Operand) -> Any:
         """An input in the vendor's layout: the buffer itself, or a copy with other strides."""
         tensor = self._tensor(pointer, here)
-        if here.strides == wanted.strides:
+        if here.strides == operand.strides:
             return tensor
         empty = self._torch.empty_strided
-        copied = empty(wanted.shape, wanted.strides, dtype=tensor.dtype, device=tensor.device)
+        copied = empty(operand.shape, operand.strides, dtype=tensor.dtype, device=tensor.device)
         return copied.copy_(tensor)
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:

@@ -176,10 +176,10 @@ def limits_of(
     usual = LIMITS[problem.output.dtype]
     wide = E4M3_OUTPUT if problem.output.dtype == E4M3 else 1.0
     if isinstance(problem, GemmProblem | GroupedGemmProblem) and problem.dtype == E4M3:
-        kept = min(problem.k, PROMOTED_K)
+        depth = min(problem.k, PROMOTED_K)
         if isinstance(problem, GemmProblem) and problem.fast_accum and problem.scales != "block":
-            kept = problem.k
-        lost = E4M3_MARGIN * E4M3_SUM * math.sqrt(kept)
+            depth = problem.k
+        lost = E4M3_MARGIN * E4M3_SUM * math.sqrt(depth)
         return Limits(
             math.hypot(usual.frobenius, lost),
             usual.absolute + wide * E4M3_DEVIATIONS * lost,
@@ -321,15 +321,15 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
     if problem.is_varlen:
-        each = [floor_work(sequence) for sequence in problem.sequences]
-        return sum(flops for flops, _ in each), sum(moved for _, moved in each)
+        works = [floor_work(sequence) for sequence in problem.sequences]
+        return sum(flops for flops, _ in works), sum(moved for _, moved in works)
     keys = problem.seqlen_kv
-    seen = min(problem.seqlen_q + problem.visible[1], keys)
+    visible = min(problem.seqlen_q + problem.visible[1], keys)
     if problem.is_paged:  # whole pages, without the slots behind a sequence's end
         keys = sum(problem.pages) // problem.batch * problem.page_size
-        seen = len(problem.keys_of(0, problem.seqlen_q - 1))
+        visible = len(problem.keys_of(0, problem.seqlen_q - 1))
     read = problem.head_dim + (0 if problem.is_latent else problem.value_width)
-    unread = (keys - seen) * read * problem.heads_kv * problem.batch
+    unread = (keys - visible) * read * problem.heads_kv * problem.batch
     flops = 2 * problem.batch * problem.heads_q * problem.widths * problem.pairs
     for bits in problem.operands[3:-1]:
         if bits.name == "block_bits":  # masks of full and empty blocks are not read

@@ -89,18 +89,18 @@ PROBLEMS: dict[str, type[Problem]] = {
 }
 
 
-def as_problem(given: Problem | str) -> Problem:
+def as_problem(text: Problem | str) -> Problem:
     """A problem from itself, or from the text of an attention shape, as ``S=1024,D=64``.
 
     Raises:
         ConfigError: on a text that is not such a shape, or an object of another type.
     """
-    if isinstance(given, str):
-        return AttentionProblem.parse(given)
-    if not isinstance(given, Problem):
+    if isinstance(text, str):
+        return AttentionProblem.parse(text)
+    if not isinstance(text, Problem):
         allowed = "a problem, as tuner.GemmProblem(64, 4096, 4096), or text, as 'S=1024,D=64'"
-        raise ConfigError(f"{given!r:.60} is not a problem (allowed: {allowed})")
-    return given
+        raise ConfigError(f"{text!r:.60} is not a problem (allowed: {allowed})")
+    return text
 
 
 def problem_from_json(data: Mapping[str, Any]) -> Problem:

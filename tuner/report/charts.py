@@ -129,15 +129,15 @@ def progress(steps: Sequence[SearchStep]) -> Spec:
     )
 
 
-def importance(found: Importance) -> Spec:
+def importance(shares: Importance) -> Spec:
     """Bars of each parameter's share."""
     values = [
         {"parameter": name, "share": share, "text": f"{100 * share:.0f} %"}
-        for name, share in found.shares.items()
+        for name, share in shares.shares.items()
     ]
     return short_bars(
         values,
-        f"Share of the spread of {found.family}'s times that each parameter explains.",
+        f"Share of the spread of {shares.family}'s times that each parameter explains.",
         parts("share", "share of the spread", 1.25),
         "parameter",
         row=24,
@@ -238,9 +238,9 @@ def busy(subject: ReportSubject, measurement: Measurement) -> Spec:
     )
 
 
-def standing(found: Sequence[Standing], subject: ReportSubject) -> Spec:
+def standing(standings: Sequence[Standing], subject: ReportSubject) -> Spec:
     """Own speed as a multiple of the fastest vendor's, from 1 to either side, in order."""
-    labels, common = _without_common([s.own.problem.label() for s in found])
+    labels, common = _without_common([s.own.problem.label() for s in standings])
     outcomes = {"ahead": FASTER, "tied": TIED, "behind": SLOWER}
     values = [
         {
@@ -253,10 +253,10 @@ def standing(found: Sequence[Standing], subject: ReportSubject) -> Spec:
             "own": f"{microseconds(s.own.latency_us)} us {short_name(s.own)}",
             "vendor": f"{microseconds(s.vendor.latency_us)} us {short_name(s.vendor)}",
         }
-        for s, label in zip(found, labels, strict=True)
+        for s, label in zip(standings, labels, strict=True)
     ]
-    low = min(0.95, *(s.ratio for s in found)) - 0.02
-    high = max(1.05, *(s.ratio for s in found))
+    low = min(0.95, *(s.ratio for s in standings)) - 0.02
+    high = max(1.05, *(s.ratio for s in standings))
     x = channel(
         "ratio",
         f"own speed over the fastest vendor's{f', {common}' if common else ''}",

@@ -257,11 +257,11 @@ def _limits(subject: ReportSubject, own: Measurement) -> Iterator[str]:
         )
 
 
-def _counted(found: Profile | None) -> Iterator[str]:
+def _counted(profile: Profile | None) -> Iterator[str]:
     """Utilisation of the units and stall reasons of the warps, in the longest launch."""
-    if found is None:
+    if profile is None:
         return
-    main = found.main
+    main = profile.main
     if shares := ", ".join(f"{c.label} {v.value:.0f} %" for c, v in main.shown(SHARES)):
         yield f"Of what each can do at most, {main.kernel}: {shares}."
     active, cycles = main.get(CYCLES_ACTIVE), main.get(CYCLES)

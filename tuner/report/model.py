@@ -17,9 +17,9 @@ MAX_DRAWN = 20
 OWN, PYTORCH, ENGINES = "own kernel", "PyTorch's", "the engine's"
 
 
-def verdict(name: str, found: ModelAnswers, gpu: Gpu) -> str:
+def verdict(name: str, answers: ModelAnswers, gpu: Gpu) -> str:
     """The first sentence of the page."""
-    over, fastest = (found.mean_gain(way) for way in model_table.WAYS)
+    over, fastest = (answers.mean_gain(way) for way in model_table.WAYS)
     return (
         f"{name} on {gpu.name}: expected speed of its calls {over:.2f}x that by PyTorch or the "
         f"engine, {fastest:.2f}x that by the fastest peer."
@@ -39,9 +39,9 @@ def facts(path: Path, found: ModelAnswers, gpu: Gpu) -> list[tuple[str, str]]:
     ]
 
 
-def sections(found: ModelAnswers) -> list[Section]:
+def sections(answers: ModelAnswers) -> list[Section]:
     """The parts of the page, in order."""
-    rows, others = model_table.shown(found.rows())
+    rows, others = model_table.shown(answers.rows())
     drawn = rows[:MAX_DRAWN]
     share = 100 * sum(row.share for row in drawn)
     words = [f"The {len(drawn)} longest calls have {share:.0f} % of the time."]
@@ -51,8 +51,8 @@ def sections(found: ModelAnswers) -> list[Section]:
             "steps",
             "Steps",
             model_table.NOTES[1:],
-            [Figure("steps", "Expected gain of each step", gains(found))],
-            TableSection(model_table.STEPS, model_table.steps(found)),
+            [Figure("steps", "Expected gain of each step", gains(answers))],
+            TableSection(model_table.STEPS, model_table.steps(answers)),
             is_table_open=True,
         ),
         Section(
@@ -66,7 +66,7 @@ def sections(found: ModelAnswers) -> list[Section]:
     ]
 
 
-def gains(found: ModelAnswers) -> Spec:
+def gains(answers: ModelAnswers) -> Spec:
     """Bars from 1 to the gain of each step."""
     values = [
         {
@@ -74,10 +74,10 @@ def gains(found: ModelAnswers) -> Spec:
             "gain": over,
             "even": 1,
             "at": max(1.0, over),
-            "text": f"{over:.2f}x, {found.gain(step, 'peer'):.2f}x the fastest",
+            "text": f"{over:.2f}x, {answers.gain(step, 'peer'):.2f}x the fastest",
         }
-        for step in found.steps
-        for over in (found.gain(step, "PyTorch"),)
+        for step in answers.steps
+        for over in (answers.gain(step, "PyTorch"),)
     ]
     low, high = (bound(float(str(v["gain"])) for v in values) for bound in (min, max))
     low, high = min(1.0, low), max(1.02, high)

@@ -198,5 +198,5 @@ def _in_store(store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Recor
         return None
 
 
-def _measured(found: Sequence[Entry]) -> tuple[Entry, ...]:
-    return tuple(e for e in found if e.provenance is Provenance.MEASURED)
+def _measured(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    return tuple(e for e in entries if e.provenance is Provenance.MEASURED)

@@ -71,7 +71,7 @@ class ReplayRunner(OfflineRunner):
 
     @staticmethod
     def _of(
-        known: Mapping[tuple[str, str], Measurement], problem: Problem, configs: Sequence[Config]
+        recorded: Mapping[tuple[str, str], Measurement], problem: Problem, configs: Sequence[Config]
     ) -> list[Measurement]:
         keys = [(problem.key, config.digest) for config in configs]
-        return [known[key] for key in keys if key in known]
+        return [recorded[key] for key in keys if key in recorded]

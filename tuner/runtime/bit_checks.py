@@ -70,11 +70,11 @@ class Checks:
                     if isinstance(small, AttentionProblem)
                     else ProductRows(small)
                 )
-            found = outcome(scheduled, self._subjects[key].views(), _planner(artifacts), gpu)
+            bits = outcome(scheduled, self._subjects[key].views(), _planner(artifacts), gpu)
             record = self._of_classes.setdefault((_kind(small), reduction), Recorded())
-            added = found.views, found.compared, found.differing, *record.merge(found.recorded)
+            added = bits.views, bits.compared, bits.differing, *record.merge(bits.recorded)
             counts = {name: counts[name] + n for name, n in zip(COUNTS, added, strict=True)}
-            at += found.at
+            at += bits.at
         return {**counts, "class": reduction.label(), "at": at[:3]}
 
 
@@ -98,8 +98,8 @@ def _planner(artifacts: Mapping[str, str]) -> Planner:
         device = devices.current()
         facts = Regime(), Status.OK, Provenance.PREDICTED
         gpu = devices.gpu_of(device)
-        one = Measurement(posed.problem, config, gpu, *facts, artifacts=dict(artifacts))
-        plan = plan_of(posed, one, device)
+        planned = Measurement(posed.problem, config, gpu, *facts, artifacts=dict(artifacts))
+        plan = plan_of(posed, planned, device)
         return plan if isinstance(plan, Plan) else plan.detail
 
     return planned
@@ -111,16 +111,16 @@ def main() -> int:
     os.dup2(2, 1)  # what others print goes to the errors
     checks = Checks()
     for line in sys.stdin:
-        asked = document.parse(line)
-        problem, config = problem_from_json(asked["problem"]), Config.from_json(asked["config"])
+        request = document.parse(line)
+        problem, config = problem_from_json(request["problem"]), Config.from_json(request["config"])
         try:
             with torch.inference_mode():
-                found = checks.check(problem, config, asked["artifacts"])
+                result = checks.check(problem, config, request["artifacts"])
                 torch.cuda.synchronize()
         except (TunerError, RuntimeError) as exc:
-            found = {"error": one_line(f"{type(exc).__name__}: {exc}", 300)}
-        print(json.dumps(found), file=answers, flush=True)
-        if "error" in found:
+            result = {"error": one_line(f"{type(exc).__name__}: {exc}", 300)}
+        print(json.dumps(result), file=answers, flush=True)
+        if "error" in result:
             return 1  # the device may be of no use to this process
     return 0
 

@@ -75,11 +75,11 @@ class Recorded:
         if not len(rows):
             return 0, 0
         self._reserve(name, int(rows.max()) + 1, bits)
-        stored, known = self._bits[name], self._known[name]
-        again = known[rows]
+        stored, mask = self._bits[name], self._known[name]
+        again = mask[rows]
         differs = again & (stored[rows] != bits).any(1)
         new = rows[~again]
-        stored[new], known[new] = bits[~again], True
+        stored[new], mask[new] = bits[~again], True
         return int(again.sum()), int(differs.sum())
 
     def _reserve(self, name: str, count: int, bits: torch.Tensor) -> None:
@@ -88,27 +88,27 @@ class Recorded:
         if count <= have:
             return
         self._bits[name] = bits.new_empty((count, bits.shape[1]))
-        self._known[name], known = bits.new_zeros(count, dtype=torch.bool), self._known.get(name)
-        if old is not None and known is not None:
-            self._bits[name][:have], self._known[name][:have] = old, known
+        self._known[name], mask = bits.new_zeros(count, dtype=torch.bool), self._known.get(name)
+        if old is not None and mask is not None:
+            self._bits[name][:have], self._known[name][:have] = old, mask
 
     def merge(self, other: Recorded) -> tuple[int, int]:
         """`take` all rows of another record."""
         compared = differing = 0
-        for name, known in other._known.items():
-            rows = known.nonzero().flatten()
+        for name, theirs in other._known.items():
+            rows = theirs.nonzero().flatten()
             counts = self.take(name, rows, other._bits[name][rows])
             compared, differing = compared + counts[0], differing + counts[1]
         return compared, differing
 
     def digests(self) -> dict[str, str]:
         """A short hash of the first `SHOWN_ROWS` rows of each kind, where all are known."""
-        found = {}
-        for name, known in self._known.items():
-            if len(known) >= SHOWN_ROWS and bool(known[:SHOWN_ROWS].all()):
+        digests = {}
+        for name, mask in self._known.items():
+            if len(mask) >= SHOWN_ROWS and bool(mask[:SHOWN_ROWS].all()):
                 first = self._bits[name][:SHOWN_ROWS].contiguous().cpu().view(torch.uint8)
-                found[name] = hashlib.sha1(first.numpy().tobytes()).hexdigest()[:8]
-        return found
+                digests[name] = hashlib.sha1(first.numpy().tobytes()).hexdigest()[:8]
+        return digests
 
 
 @dataclass
@@ -237,17 +237,17 @@ class ProductRows:
         self, problem: Problem, rows: torch.Tensor, starts: Sequence[int]
     ) -> list[torch.Tensor]:
         """Tensors in the order of the operands."""
-        found = []
+        tensors = []
         for operand in problem.operands[:-1]:
             if operand.name == "offsets":
-                found.append(torch.tensor(starts, dtype=torch.int32, device=devices.TYPE))
+                tensors.append(torch.tensor(starts, dtype=torch.int32, device=devices.TYPE))
             elif self._belongs_to_rows(problem, operand):
-                found.append(self._picked(operand, rows))
+                tensors.append(self._picked(operand, rows))
             else:
                 if operand.name not in self._others:
                     self._others[operand.name] = self._drawn(operand, (operand.elements,))
-                found.append(self._others[operand.name])
-        return found
+                tensors.append(self._others[operand.name])
+        return tensors
 
     @staticmethod
     def _belongs_to_rows(problem: Any, operand: Operand) -> bool:

@@ -222,14 +222,14 @@ def _predicted(
     return times
 
 
-def plan(known: Sequence[Times], within: float) -> CoveragePlan:
+def plan(times: Sequence[Times], within: float) -> CoveragePlan:
     """Choose configurations that serve every problem within a loss.
 
     Args:
-        known: known times of each problem.
+        times: known times of each problem.
         within: allowed loss as a fraction: 0.03 for 3 %.
     """
-    open = {t.problem: t for t in known if t.by_config}
+    open = {t.problem: t for t in times if t.by_config}
     serves: dict[Config, dict[Problem, CoveredProblem]] = {}
     for t in open.values():
         limit = (1 + within) * t.best_us
@@ -250,7 +250,7 @@ def plan(known: Sequence[Times], within: float) -> CoveragePlan:
         if serves[config].keys() <= covered:
             picked.remove(config)
     choices = _assign(list(open), picked, serves)
-    return CoveragePlan(within, choices, tuple(t.problem for t in known if not t.by_config))
+    return CoveragePlan(within, choices, tuple(t.problem for t in times if not t.by_config))
 
 
 def _rank(config: Config, served: Sequence[CoveredProblem]) -> tuple[int, int, float, str]:
@@ -262,15 +262,15 @@ def _rank(config: Config, served: Sequence[CoveredProblem]) -> tuple[int, int, f
 
 def _assign(
     problems: Sequence[Problem],
-    chosen: Sequence[Config],
+    kernels: Sequence[Config],
     serves: Mapping[Config, Mapping[Problem, CoveredProblem]],
 ) -> tuple[PlannedConfig, ...]:
     """Assign each problem to the chosen configuration with the least loss, measured before
     predicted. Every configuration serves a problem that the others do not.
     """
-    mine: dict[Config, list[CoveredProblem]] = {config: [] for config in chosen}
+    mine: dict[Config, list[CoveredProblem]] = {config: [] for config in kernels}
     for problem in problems:
-        able = [config for config in chosen if problem in serves[config]]
+        able = [config for config in kernels if problem in serves[config]]
         best = min(able, key=lambda c: _preference(serves[c][problem]))
         mine[best].append(serves[best][problem])
     return tuple(PlannedConfig(config, tuple(own)) for config, own in mine.items())

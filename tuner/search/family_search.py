@@ -234,12 +234,12 @@ class FamilySearch:
             self._survivors.remove(key)
         self.trials.finish(key, _value(tried), self._attributes(key, tried))
 
-    def _attributes(self, key: str, seen: Sequence[Measurement]) -> dict[str, Any]:
+    def _attributes(self, key: str, measurements: Sequence[Measurement]) -> dict[str, Any]:
         """User attributes of a finished trial."""
         runtime = self.family.runtime_parameters
-        times = [m.latency_us for m in seen if m.ok and m.latency_us is not None]
+        times = [m.latency_us for m in measurements if m.ok and m.latency_us is not None]
         facts: dict[str, Any] = {
-            "provenance": seen[0].provenance.value,
+            "provenance": measurements[0].provenance.value,
             "from_store": self._is_known,
             "predicted_us": self._predicted[key],
             "variants": [
@@ -248,12 +248,12 @@ class FamilySearch:
                     "status": m.status.value,
                     "latency_us": m.latency_us,
                 }
-                for m in seen
+                for m in measurements
             ],
         }
         if times:
             return {**facts, "latency_us": min(times)}
-        failed = next((m for m in seen if m.log.strip()), seen[0])
+        failed = next((m for m in measurements if m.log.strip()), measurements[0])
         log = next(iter(failed.log.strip().splitlines()), "")
         reason = f"{failed.status.value}: {log}" if log else failed.status.value
         return {**facts, "reason": one_line(reason)}

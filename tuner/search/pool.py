@@ -173,15 +173,15 @@ def _kernels(
 
 
 def _covering(
-    usable: Sequence[tuple[Config, Sequence[float]]], known: int, count: int
+    usable: Sequence[tuple[Config, Sequence[float]]], configs: int, count: int
 ) -> list[Config]:
-    """The first `known` kernels, then those that lower the mean time most.
+    """The first `configs` kernels, then those that lower the mean time most.
 
     When no kernel lowers it any more, the best of the remaining ones are added.
     """
-    picked = [config for config, _ in usable[:known]]
-    open = [(config, times) for config, times in usable[known:] if min(times) < math.inf]
-    reached = [min(t) for t in zip(*(times for _, times in usable[:known]), strict=True)]
+    picked = [config for config, _ in usable[:configs]]
+    open = [(config, times) for config, times in usable[configs:] if min(times) < math.inf]
+    reached = [min(t) for t in zip(*(times for _, times in usable[:configs]), strict=True)]
     best = [min(t) for t in zip(*(times for _, times in usable), strict=True)]
     while open and len(picked) < count:
         now = _loss(reached, best)

@@ -45,12 +45,12 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
     return [m for rows in quick.values() for m in rows]
 
 
-def of_shipped(found: Iterable[Measurement], gpu: Gpu | None = None) -> list[Measurement]:
+def of_shipped(measurements: Iterable[Measurement], gpu: Gpu | None = None) -> list[Measurement]:
     """Measurements of vendors' kernels, and of own ones that a shipped portfolio has in the same
     domain.
 
     Args:
-        found: measurements.
+        measurements: measurements.
         gpu: only portfolios that were made on this GPU; None: all.
     """
 
@@ -67,7 +67,7 @@ def of_shipped(found: Iterable[Measurement], gpu: Gpu | None = None) -> list[Mea
     }
     return [
         m
-        for m in found
+        for m in measurements
         if m.config.family in families()
         and (is_vendor(m.config) or (domain_of(m.problem), kernel(m.config)) in kernels)
     ]
@@ -178,8 +178,8 @@ def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
 def _models(
     domain: AnyDomain,
     regime: Regime,
-    found: Sequence[Point],
-    others: Sequence[Point],
+    timed: Sequence[Point],
+    slower: Sequence[Point],
     plain: Sequence[Point],
     gpu: Gpu,
     most: int | None,
@@ -189,14 +189,14 @@ def _models(
     Args:
         domain: the domain.
         regime: regime of the measurements.
-        found: measurements of the domain.
-        others: measurements of domains whose times follow the same rates. Kernels take them that
+        timed: measurements of the domain.
+        slower: measurements of domains whose times follow the same rates. Kernels take them that
             have too few of their own.
         plain: measurements without the domain's activation.
         gpu: GPU of the measurements.
         most: most compiled kernels.
     """
-    kernels = timed_kernels(domain, found, others)
+    kernels = timed_kernels(domain, timed, slower)
     own = [kernel for kernel in kernels if not is_vendor(kernel.config)]
     if not own:
         return None

@@ -227,7 +227,7 @@ def _ungrouped(
 
 
 def _by_size(
-    taken: Sequence[AttentionProblem], found: Sequence[AttentionProblem]
+    taken: Sequence[AttentionProblem], problems: Sequence[AttentionProblem]
 ) -> list[AttentionProblem]:
     """Problems of other sizes, to a factor of four in bytes, and ratios of heads than the taken
     ones; the largest first: memory binds them, and their times do not follow from smaller ones.
@@ -238,36 +238,36 @@ def _by_size(
 
     kinds = {kind(problem) for problem in taken}
     sizes: dict[tuple[int, int], AttentionProblem] = {}
-    for problem in found:
+    for problem in problems:
         if kind(problem) not in kinds and problem.bytes <= MAX_DECODED_BYTES:
             sizes.setdefault(kind(problem), problem)
     return [sizes[key] for key in sorted(sizes, key=lambda key: (-key[0], key[1]))]
 
 
-def _in_turn(domain: AnyDomain, found: Sequence[_P], most: int | None = None) -> list[_P]:
+def _in_turn(domain: AnyDomain, problems: Sequence[_P], most: int | None = None) -> list[_P]:
     """Problems in turn over numbers of heads or widths of layers: the first of each, the second of
     each, and so on.
 
     Args:
         domain: domain of the problems.
-        found: problems.
+        problems: problems.
         most: most problems of one number of heads; None: all.
     """
     groups: dict[tuple[int, ...], list[_P]] = defaultdict(list)
-    for problem in found:
+    for problem in problems:
         groups[domain.group(problem)[:2]].append(problem)
     turns = max(map(len, groups.values()), default=0)
     turns = turns if most is None else min(turns, most)
     return [group[turn] for turn in range(turns) for group in groups.values() if turn < len(group)]
 
 
-def _spread_out(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
+def _spread_out(domain: AnyDomain, problems: Sequence[_P]) -> list[_P]:
     """Problems in an order of which each beginning covers the sizes: by turns the next one in turn
     over widths of layers, and the one farthest from all before in the logarithms of its sizes.
     """
     ordered: list[_P] = []
     open = {problem: [math.log(size) for size in domain.sizes(problem)[:3]] for problem in
-            _in_turn(domain, found)}  # fmt: skip
+            _in_turn(domain, problems)}  # fmt: skip
     far = dict.fromkeys(open, math.inf)
     while open:
         is_next = len(ordered) % 2 == 0

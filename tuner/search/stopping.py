@@ -35,9 +35,9 @@ class CompileTimes:
         known: measurements with `compile_cpu_s`, seconds of one core.
     """
 
-    def __init__(self, known: Iterable[Measurement] = ()) -> None:
+    def __init__(self, past: Iterable[Measurement] = ()) -> None:
         self._known: dict[str, list[float]] = {}
-        self.observe(known)
+        self.observe(past)
 
     def observe(self, measurements: Iterable[Measurement]) -> None:
         """Add the durations of measurements that compiled a kernel."""

@@ -100,10 +100,10 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
 
 
 def timed_kernels(
-    domain: AnyDomain, found: Sequence[Point], others: Sequence[Point] = ()
+    domain: AnyDomain, measurements: Sequence[Point], others: Sequence[Point] = ()
 ) -> list[KernelTimes]:
     """Kernels with enough measurements among those of a domain, and among `others`."""
-    by_kernel, elsewhere = _by_kernel(found), _by_kernel(others)
+    by_kernel, elsewhere = _by_kernel(measurements), _by_kernel(others)
     ordered: dict[Config, list[Point]] = defaultdict(list)
     for config, rows in by_kernel.items():
         ordered[_without(config, ORDER)] += rows
@@ -124,9 +124,9 @@ def timed_kernels(
     return kernels
 
 
-def _by_kernel(found: Iterable[Point]) -> dict[Config, list[Point]]:
+def _by_kernel(points: Iterable[Point]) -> dict[Config, list[Point]]:
     by_kernel: dict[Config, list[Point]] = defaultdict(list)
-    for point in found:
+    for point in points:
         by_kernel[kernel_of(point.config)].append(point)
     return by_kernel
 

@@ -88,21 +88,21 @@ def answering(
     Raises:
         StoreError: when the store or a shipped file cannot be read.
     """
-    found = _answering(problem, gpu, path)
-    if not isinstance(problem, AttentionProblem) or found.us is None:
-        return found
-    mine = next((one for one in serving(shipped(), gpu) if one.op == problem.op), None)
+    answer = _answering(problem, gpu, path)
+    if not isinstance(problem, AttentionProblem) or answer.us is None:
+        return answer
+    mine = next((p for p in serving(shipped(), gpu) if p.op == problem.op), None)
     if mine is None:
-        return found
+        return answer
     if problem.is_paged and engine is not None and engine.has_attention:
-        return _beside_engine(found, problem, mine.engines)
+        return _beside_engine(answer, problem, mine.engines)
     domain = domain_of(problem)
-    ratios = mine.peers.get(domain, ()) if domain and found.peer is None else ()
+    ratios = mine.peers.get(domain, ()) if domain and answer.peer is None else ()
     peers = [
-        Rival(str(one.config["kernel"]), found.us / math.exp(one.expected(sizes_of(problem))))
-        for one in ratios
+        Rival(str(ratio.config["kernel"]), answer.us / math.exp(ratio.expected(sizes_of(problem))))
+        for ratio in ratios
     ]
-    return replace(found, peer=min(peers, key=lambda one: one.us, default=found.peer))
+    return replace(answer, peer=min(peers, key=lambda rival: rival.us, default=answer.peer))
 
 
 def _beside_engine(
@@ -150,25 +150,25 @@ def _decided(answer: LookupResult) -> Answering:
     """By a measured decision. Peers' kernels stand aside for the next one, as on most machines."""
     problem, entry = answer.entry.problem, answer.entry
     times = {
-        name: one.latency_us for name, one in entry.vendors.items() if one.latency_us is not None
+        name: run.latency_us for name, run in entry.vendors.items() if run.latency_us is not None
     }
     ours = [name for name in times if name not in BESIDE_PYTORCH]
     usual = pytorchs_choice(ours) if ours else ""
     pytorch = Rival(usual, times[usual]) if usual else None
-    others = {name: us for name, us in times.items() if name in BESIDE_PYTORCH}
-    fastest = min(others, key=others.__getitem__, default="")
-    peer = Rival(fastest, others[fastest]) if fastest else None
-    for one in answer.candidates:
-        if not is_vendor(one.config):
-            config = one.config
+    by_vendor = {name: us for name, us in times.items() if name in BESIDE_PYTORCH}
+    fastest = min(by_vendor, key=by_vendor.__getitem__, default="")
+    peer = Rival(fastest, by_vendor[fastest]) if fastest else None
+    for own in answer.candidates:
+        if not is_vendor(own.config):
+            config = own.config
             return Answering(
-                problem, "measured", one.latency_us, config, config.family, pytorch, peer, one
+                problem, "measured", own.latency_us, config, config.family, pytorch, peer, own
             )
-        name = vendor_name(one.config)
+        name = vendor_name(own.config)
         if not isinstance(problem, AttentionProblem) and pytorch:
             return Answering(problem, "measured", pytorch.us, None, usual, pytorch, peer)
         if name not in BESIDE_PYTORCH:
-            return Answering(problem, "measured", one.latency_us, None, name, pytorch, peer)
+            return Answering(problem, "measured", own.latency_us, None, name, pytorch, peer)
     return Answering(problem, UNKNOWN, pytorch=pytorch, peer=peer)
 
 
@@ -232,15 +232,15 @@ class ModelAnswers:
 
     def times(self, step: ModelStep, rival: str) -> dict[Problem, float]:
         """Microseconds of a step by problem, by a rival or by the answering kernels."""
-        found = {}
+        latencies = {}
         for problem, count in step.calls.items():
             answer = self.answers[problem]
             if answer.us is not None:
-                others = [answer.pytorch] if rival else []
-                others += [answer.peer] if rival == "peer" else []
-                times = [one.us for one in others if one is not None]
-                found[problem] = count * min(times, default=answer.us)
-        return found
+                comparable = [answer.pytorch] if rival else []
+                comparable += [answer.peer] if rival == "peer" else []
+                times = [us.us for us in comparable if us is not None]
+                latencies[problem] = count * min(times, default=answer.us)
+        return latencies
 
 
 def needed(rows: Iterable[AnswerRow]) -> Iterator[tuple[KernelSpec, float]]:

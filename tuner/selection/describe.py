@@ -71,8 +71,8 @@ def speedups_text(entry: Entry) -> str:
     if entry.best_own is None:
         return "no own kernel passed"
     own, vendors = entry.best_own, entry.vendors
-    found = "; ".join(versus(own, vendors[name], name) for name in entry.speedups)
-    return found or "no vendor kernel was measured"
+    leads = "; ".join(versus(own, vendors[name], name) for name in entry.speedups)
+    return leads or "no vendor kernel was measured"
 
 
 def against_fastest(entry: Entry) -> str:
@@ -123,23 +123,23 @@ def table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) ->
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def counted(number: int, one: str) -> str:
+def counted(number: int, noun: str) -> str:
     """``1 entry`` and ``2 entries``."""
     if number == 1:
-        return f"1 {one}"
-    return f"{number} {one[:-1] + 'ies' if one.endswith('y') else one + 's'}"
+        return f"1 {noun}"
+    return f"{number} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
 
 
 def first_few(texts: Sequence[str], separator: str = "; ") -> str:
     """The first `FEW` of a list and the count of the rest, for a message of one line."""
-    rest = len(texts) - FEW
-    return separator.join(texts[:FEW]) + (f" and {rest} more" if rest > 0 else "")
+    further = len(texts) - FEW
+    return separator.join(texts[:FEW]) + (f" and {further} more" if further > 0 else "")
 
 
-def nearest_labels(problem: Problem, known: Iterable[Entry]) -> list[str]:
+def nearest_labels(problem: Problem, entries: Iterable[Entry]) -> list[str]:
     """Labels of the decided problems of the same operation, nearest first."""
-    others = {e.problem for e in known if e.problem.op == problem.op}
-    return [p.label() for p in sorted(others, key=lambda p: (doublings(problem, p), p.key))]
+    problems = {e.problem for e in entries if e.problem.op == problem.op}
+    return [p.label() for p in sorted(problems, key=lambda p: (doublings(problem, p), p.key))]
 
 
 def order_of(entry: Entry) -> tuple[Any, ...]:
@@ -174,12 +174,12 @@ def kernel_name(measurement: Measurement) -> str:
     return vendor_name(config) if is_vendor(config) else config.family
 
 
-def answer_text(answer: LookupResult, asked: Problem, source: str, served: str = "") -> str:
+def answer_text(answer: LookupResult, problem: Problem, source: str, served: str = "") -> str:
     """A few lines: the kernel that serves the problem, its time, its rivals, and the source.
 
     Args:
         answer: lookup result; a portfolio's choice has an expected time.
-        asked: the problem that was looked up.
+        problem: the problem that was looked up.
         source: name of the store.
         served: text of its availability on this machine; empty: not shown.
     """
@@ -202,7 +202,7 @@ def answer_text(answer: LookupResult, asked: Problem, source: str, served: str =
     rows += [
         *(("note", wrapped(note, width)) for note in answer.notes if note not in shown),
     ]
-    return "\n".join([*_answer_head(answer, asked), *_labelled(rows)])
+    return "\n".join([*_answer_head(answer, problem), *_labelled(rows)])
 
 
 def rule_text(problem: Problem, gpu: Gpu, selected: RuleSelection, served: str) -> str:
@@ -265,10 +265,10 @@ def _speed_rows(entry: Entry, width: int) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _answer_head(answer: LookupResult, asked: Problem) -> list[str]:
+def _answer_head(answer: LookupResult, problem: Problem) -> list[str]:
     """Heading: the shape that was looked up, and remarks on the times below."""
     entry = answer.entry
-    lines = [f"{asked.op} {asked.label()} on {entry.gpu.name}, {entry.regime}"]
+    lines = [f"{problem.op} {problem.label()} on {entry.gpu.name}, {entry.regime}"]
     if not answer.is_predicted:
         lines += caveats(entry.provenance, entry.gpu, entry.pass_name)
     return lines
@@ -323,15 +323,15 @@ def kernels_text(measurement: Measurement) -> str:
     """
     rows = [("kernel", "registers", "spills", "stack", "static smem", "artifact")]
     for name in sorted({*measurement.artifacts, *measurement.resources}):
-        seen = measurement.resources.get(name)
+        resources = measurement.resources.get(name)
         numbers = ("-",) * 4
-        if seen is not None:
-            spills = seen.spill_store_bytes + seen.spill_load_bytes
+        if resources is not None:
+            spills = resources.spill_store_bytes + resources.spill_load_bytes
             numbers = (
-                str(seen.registers),
+                str(resources.registers),
                 str(spills),
-                str(seen.stack_bytes),
-                str(seen.smem_bytes),
+                str(resources.stack_bytes),
+                str(resources.smem_bytes),
             )
         rows.append((name, *numbers, measurement.artifacts.get(name, "not built here")))
     return table(rows, right=frozenset({1, 2, 3, 4}))
@@ -374,13 +374,13 @@ def _selection_json(selection: Selection) -> dict[str, Any]:
     }
 
 
-def answer_json(answer: LookupResult, asked: Problem, *, ranking: bool) -> dict[str, Any]:
+def answer_json(answer: LookupResult, problem: Problem, *, ranking: bool) -> dict[str, Any]:
     """A lookup result as one JSON object."""
     data = {
         **entry_json(answer.entry),
         "kind": answer.kind,
         "answered_by": answer.answered_by,
-        "asked": {"shape": asked.label(), "problem": asked.to_json()},
+        "asked": {"shape": problem.label(), "problem": problem.to_json()},
         "exact": answer.exact,
         "notes": list(answer.notes),
     }

@@ -56,15 +56,15 @@ def select(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> RuleSelec
         portfolio: portfolio of the operation for the GPU; None: a rule serves the problem, or
             nothing.
     """
-    wanted = class_of(problem, gpu, portfolio)
-    if wanted is None:
+    reduction_class = class_of(problem, gpu, portfolio)
+    if reduction_class is None:
         return None
     every = kernels(problem, gpu, portfolio)
-    found = sorted(
-        ((us, config) for us, config, reduction in every if reduction == wanted),
-        key=lambda one: one[0],
+    serving = sorted(
+        ((us, config) for us, config, reduction in every if reduction == reduction_class),
+        key=lambda expected: expected[0],
     )
-    return RuleSelection(tuple(found), Regime(), (_DOUBT,)) if found else None
+    return RuleSelection(tuple(serving), Regime(), (_DOUBT,)) if serving else None
 
 
 def class_of(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> ReductionClass | None:
@@ -76,8 +76,8 @@ def class_of(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Reducti
     sizes = layer(problem)
     key = sizes, gpu.identity, id(portfolio)
     if key not in _classes:
-        chosen = _fastest([_times(one, gpu, portfolio) for one in sizes])
-        _classes[key] = portfolio, chosen
+        fastest = _fastest([_times(size, gpu, portfolio) for size in sizes])
+        _classes[key] = portfolio, fastest
     return _classes[key][1]
 
 
@@ -112,10 +112,10 @@ def _times(
     problem: Problem, gpu: Gpu, portfolio: Portfolio | None
 ) -> Mapping[ReductionClass, float]:
     """Expected time of each class's fastest kernel."""
-    found: dict[ReductionClass, float] = {}
+    times: dict[ReductionClass, float] = {}
     for us, _, reduction in kernels(problem, gpu, portfolio):
-        found[reduction] = min(us, found.get(reduction, math.inf))
-    return found
+        times[reduction] = min(us, times.get(reduction, math.inf))
+    return times
 
 
 def _fastest(times: Iterable[Mapping[ReductionClass, float]]) -> ReductionClass | None:
@@ -149,21 +149,21 @@ def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator
     if portfolio is None or mine is None:
         return
     pool = _pool_of(portfolio, mine, problem.dtype)  # type: ignore[attr-defined]
-    sizes, seen = sizes_of(problem), set[Config]()
+    sizes, yielded = sizes_of(problem), set[Config]()
     is_decoding = isinstance(problem, AttentionProblem) and problem.is_decoding
     least, fastest = floor_us(sizes, gpu, is_decoding) or 0.0, dict[ReductionClass, float]()
-    for one, is_own in pool.candidates:
-        family = one.family
+    for candidate, is_own in pool.candidates:
+        family = candidate.family
         assert family is not None
-        config = family.called(problem, one.config, 1)
+        config = family.called(problem, candidate.config, 1)
         reduction = family.reduction_class(problem, config)
-        if reduction is None or config in seen or not family.accepts(problem, config, gpu):
+        if reduction is None or config in yielded or not family.accepts(problem, config, gpu):
             continue
         specs = family.kernels(problem, config).values()
         if any(spec.key not in pool.shipped for spec in specs):
             continue
-        seen.add(config)
-        us = one.us(sizes, family.tiling(config), gpu) * page_readings(problem, config)
+        yielded.add(config)
+        us = candidate.us(sizes, family.tiling(config), gpu) * page_readings(problem, config)
         us = max(us, least)
         if is_own:
             fastest[reduction] = min(us, fastest.get(reduction, math.inf))
@@ -212,15 +212,15 @@ _pools: dict[Any, _Pool] = {}
 def _pool_of(portfolio: Portfolio, mine: AnyDomain, dtype: DType) -> _Pool:
     key = id(portfolio), mine, dtype
     if key not in _pools:
-        related = sorted(_related(portfolio, mine), key=lambda one: one[0] != mine)
-        every = [(domain, one) for domain, candidates in related for one in candidates]
+        related = sorted(_related(portfolio, mine), key=lambda near: near[0] != mine)
+        every = [(domain, candidate) for domain, candidates in related for candidate in candidates]
         shipped = {
             spec.key
-            for domain, one in every
+            for domain, c in every
             for small in domain.problems(dtype)
-            for spec in one.family.kernels(small, one.config).values()  # type: ignore[union-attr]
+            for spec in c.family.kernels(small, c.config).values()  # type: ignore[union-attr]
         }
-        candidates = tuple((one, domain == mine) for domain, one in every)
+        candidates = tuple((candidate, domain == mine) for domain, candidate in every)
         _pools[key] = _Pool(portfolio, candidates, frozenset(shipped))
     return _pools[key]
 
@@ -229,10 +229,10 @@ def _related(
     portfolio: Portfolio, mine: AnyDomain
 ) -> Iterator[tuple[AnyDomain, tuple[Candidate, ...]]]:
     """Own candidates of the domains with the same features compiled in, of any mask and rows."""
-    found = {domain: models for domain, models in portfolio.served() if _alike(domain, mine)}
-    models = found.get(mine) or portfolio.models_of(mine)
-    for domain, one in {**found, **({mine: models} if models else {})}.items():
-        own = [c for c in one.candidates if c.family is not None and not c.is_vendor]
+    alike = {domain: models for domain, models in portfolio.served() if _alike(domain, mine)}
+    models = alike.get(mine) or portfolio.models_of(mine)
+    for domain, measured in {**alike, **({mine: models} if models else {})}.items():
+        own = [c for c in measured.candidates if c.family is not None and not c.is_vendor]
         # With splits a kernel's sum depends on the number of keys. Without them it has its own
         # rates where it was measured so.
         own.sort(key=lambda c: "combine" not in c.config.params)

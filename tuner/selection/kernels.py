@@ -52,8 +52,8 @@ def targets(portfolio: Portfolio) -> list[Target]:
     """The kernels of all own candidates, once each, for both types, measured domains first. Those
     of the batch-invariant mode alone come last.
     """
-    found: dict[tuple[str, ...], Target] = {}
-    for domain, models in sorted(portfolio.served(), key=lambda one: one[1].donor is not None):
+    by_keys: dict[tuple[str, ...], Target] = {}
+    for domain, models in sorted(portfolio.served(), key=lambda row: row[1].donor is not None):
         for candidate in models.candidates:
             if candidate.family is None or candidate.is_vendor:
                 continue
@@ -62,15 +62,15 @@ def targets(portfolio: Portfolio) -> list[Target]:
                     target = Target(candidate.config, problem, domain.label())
                     if target.has_use(portfolio.gpu):
                         keys = tuple(sorted(spec.key for spec in target.kernels.values()))
-                        found.setdefault(keys, target)
+                        by_keys.setdefault(keys, target)
     own = [family for family in families().values() if family.op == portfolio.op]
     for family, dtype in product(own, DTYPES):
         for config, small in family.invariant_builds(dtype):
             if _is_measured(small, portfolio):
                 target = Target(config, small, "batch-invariant")
                 keys = tuple(sorted(spec.key for spec in target.kernels.values()))
-                found.setdefault(keys, target)
-    return list(found.values())
+                by_keys.setdefault(keys, target)
+    return list(by_keys.values())
 
 
 def _is_measured(problem: Any, portfolio: Portfolio) -> bool:
@@ -79,7 +79,7 @@ def _is_measured(problem: Any, portfolio: Portfolio) -> bool:
     """
     masks = (False, True) if isinstance(problem, AttentionProblem) else ()
     alike = [problem, *(replace(problem, is_causal=is_causal) for is_causal in masks)]
-    domains = (domain_of(one) for one in alike)
+    domains = (domain_of(posed) for posed in alike)
     return any(domain is not None and portfolio.models_of(domain) for domain in domains)
 
 
@@ -95,8 +95,8 @@ def users() -> list[Path]:
 
 def places() -> list[Path]:
     """Paths of all kernel lists of this machine: the installed wheel's, then the user's."""
-    found = prebuilt.kernel_list()
-    return [*([] if found is None else [found]), *users()]
+    installed = prebuilt.kernel_list()
+    return [*([] if installed is None else [installed]), *users()]
 
 
 @cache
@@ -156,9 +156,9 @@ def current(note: Callable[[str], None]) -> dict[Path, KernelList]:
         except (ConfigError, StoreError) as exc:
             note(f"left out: {exc}")
     return {
-        path: one
-        for path, one in readable.items()
-        if any(kernel.is_current for kernel in one.kernels.values())
+        path: readable_list
+        for path, readable_list in readable.items()
+        if any(kernel.is_current for kernel in readable_list.kernels.values())
     }
 
 
@@ -208,9 +208,9 @@ class Lists:
     def artifacts(self, capability: str) -> set[str]:
         """Keys of the artifacts of all proven kernels that are served."""
         served = set()
-        for one in self.known():
-            for kernel in self._kernels(one) if one.capability == capability else ():
-                served.add(self._served(one, kernel)[0])
+        for rows in self.known():
+            for kernel in self._kernels(rows) if rows.capability == capability else ():
+                served.add(self._served(rows, kernel)[0])
         return served - {""}
 
     def known(self) -> tuple[KernelList, ...]:
@@ -225,7 +225,7 @@ class Lists:
                 except (ConfigError, StoreError) as exc:
                     _log.warning("%s", exc)
             self._known = tuple(readable)
-            self._faults = {name: why for one in readable for name, why in one.faults.items()}
+            self._faults = {name: why for rows in readable for name, why in rows.faults.items()}
             self._there = set()
             self._stamp = stamp
         return self._known
@@ -234,13 +234,13 @@ class Lists:
         """Kernels of today's templates in all lists of a compute capability; damaged rows are left
         out.
         """
-        for one in self.known():
-            yield from self._kernels(one) if one.capability == capability else ()
+        for kernel_list in self.known():
+            yield from self._kernels(kernel_list) if kernel_list.capability == capability else ()
 
-    def _kernels(self, one: KernelList) -> Iterator[Kernel]:
-        for spec in one.kernels:
+    def _kernels(self, rows: KernelList) -> Iterator[Kernel]:
+        for spec in rows.kernels:
             try:
-                kernel = one.kernels[spec]
+                kernel = rows.kernels[spec]
             except ConfigError:
                 continue
             if kernel.is_current:
@@ -255,13 +255,13 @@ class Lists:
                 for the problem and GPU before.
         """
         reasons = []
-        for one in reversed(self.known()):
-            if one.capability != capability:
+        for kernel_list in reversed(self.known()):
+            if kernel_list.capability != capability:
                 continue
-            found = {name: self._proven(one, spec) for name, spec in specs.items()}
-            faults = [fault for _, fault in found.values() if fault]
+            served = {name: self._proven(kernel_list, spec) for name, spec in specs.items()}
+            faults = [fault for _, fault in served.values() if fault]
             if not faults:
-                return {name: key for name, (key, _) in found.items()}
+                return {name: key for name, (key, _) in served.items()}
             reasons.append(faults[0])
         return reasons[0] if reasons else f"no kernel is built ({BUILD})"
 
@@ -278,26 +278,26 @@ class Lists:
 
     def _is_built(self, spec: KernelSpec, capability: str) -> bool:
         """True where a list has the kernel and the cache its library, proven or not."""
-        for one in self.known():
+        for kernel_list in self.known():
             try:
-                kernel = one.find(spec) if one.capability == capability else None
+                kernel = kernel_list.find(spec) if kernel_list.capability == capability else None
             except ConfigError:
                 continue
-            if kernel is not None and artifact_of(one, kernel) is not None:
+            if kernel is not None and artifact_of(kernel_list, kernel) is not None:
                 return True
         return False
 
-    def _proven(self, one: KernelList, spec: KernelSpec) -> tuple[str, str]:
+    def _proven(self, rows: KernelList, spec: KernelSpec) -> tuple[str, str]:
         """Key of a proven kernel's artifact or empty, and the reason why it is not served."""
         try:
-            kernel = one.find(spec)
+            kernel = rows.find(spec)
         except ConfigError as exc:
             return "", f"a row of the kernel list is damaged: {exc}"
         if kernel is None:
             return "", f"a kernel is not built ({BUILD})"
-        return self._served(one, kernel)
+        return self._served(rows, kernel)
 
-    def _served(self, one: KernelList, kernel: Kernel) -> tuple[str, str]:
+    def _served(self, rows: KernelList, kernel: Kernel) -> tuple[str, str]:
         """As `_proven`, of a row."""
         if fault := self._fault(*kernel.identities):
             return "", fault
@@ -306,7 +306,7 @@ class Lists:
         if self._agreed is not None and kernel.artifact not in self._agreed:
             return "", "a kernel is not proven on every rank"
         if kernel not in self._there:
-            artifact = artifact_of(one, kernel)
+            artifact = artifact_of(rows, kernel)
             if artifact is None:
                 return "", f"the artifact of a proven kernel is not in the cache ({BUILD})"
             if self._faults and not kernel.code and (fault := self._fault(artifact.code)):
@@ -320,8 +320,8 @@ class Lists:
         Args:
             artifacts: their keys.
         """
-        wanted = set(artifacts)
-        texts = (one.variant[key] for one in self.known() for key in wanted & one.variant.keys())
+        keys = set(artifacts)
+        texts = (rows.variant[key] for rows in self.known() for key in keys & rows.variant.keys())
         return next(
             (f"its rows depend on their batch: {one_line(text, 400)}" for text in texts), ""
         )
@@ -332,12 +332,12 @@ class Lists:
         return next((f"a kernel failed its proof: {one_line(text, 400)}" for text in texts), "")
 
 
-def artifact_of(one: KernelList, kernel: Kernel) -> Artifact | None:
+def artifact_of(rows: KernelList, kernel: Kernel) -> Artifact | None:
     """The artifact of a kernel, if the cache holds the same library by the list's compiler."""
     artifact = ArtifactCache().find(kernel.artifact)
     if artifact is None or artifact.sha256 != kernel.sha256:
         return None
-    return artifact if artifact.facts.get("nvcc") == one.nvcc else None
+    return artifact if artifact.facts.get("nvcc") == rows.nvcc else None
 
 
 def _stamp_of(path: Path) -> Any:

@@ -37,8 +37,8 @@ def shown(rows: Sequence[AnswerRow]) -> tuple[Sequence[AnswerRow], Sequence[Answ
 def calls(rows: Sequence[AnswerRow]) -> list[tuple[str, ...]]:
     """Cells of each call, under `CALLS`."""
 
-    def rival(one: Rival | None) -> str:
-        return "-" if one is None else f"{microseconds(one.us)} {one.name}"
+    def rival(peer: Rival | None) -> str:
+        return "-" if peer is None else f"{microseconds(peer.us)} {peer.name}"
 
     return [
         (
@@ -60,15 +60,15 @@ def others_text(rows: Sequence[AnswerRow]) -> str:
     return f"{len(rows)} further calls have {share:.1f} % of the time" if rows else ""
 
 
-def steps(found: ModelAnswers) -> list[tuple[str, ...]]:
+def steps(answers: ModelAnswers) -> list[tuple[str, ...]]:
     """Cells of each step, under `STEPS`, and of their mean."""
 
     def rate(tokens: int, us: float) -> str:
         return f"{1e6 * tokens / us:,.0f}" if tokens and us else "-"
 
     rows = []
-    for step in found.steps:
-        before, now = (sum(found.times(step, way).values()) for way in ("PyTorch", ""))
-        gains = (f"{found.gain(step, way):.2f}x" for way in WAYS)
+    for step in answers.steps:
+        before, now = (sum(answers.times(step, way).values()) for way in ("PyTorch", ""))
+        gains = (f"{answers.gain(step, way):.2f}x" for way in WAYS)
         rows.append((step.label, rate(step.tokens, before), rate(step.tokens, now), *gains))
-    return [*rows, ("mean", "", "", *(f"{found.mean_gain(way):.2f}x" for way in WAYS))]
+    return [*rows, ("mean", "", "", *(f"{answers.mean_gain(way):.2f}x" for way in WAYS))]

@@ -78,7 +78,7 @@ def faster(
         The expected ratio of times, and the config.
     """
     sizes = sizes_of(problem)
-    leads = ((one.lead(sizes), one) for one in peers if one.answers_here)
-    for lead, one in sorted(leads, key=lambda pair: -pair[0]):
+    leads = ((peer.lead(sizes), peer) for peer in peers if peer.answers_here)
+    for lead, peer in sorted(leads, key=lambda pair: -pair[0]):
         if lead >= MIN_LEAD:
-            yield math.exp(one.expected(sizes)), one.config
+            yield math.exp(peer.expected(sizes)), peer.config

@@ -91,10 +91,10 @@ class Portfolio:
             return self._rescaled[gpu.identity]
         except KeyError:
             domains = Deferred({key: partial(self._rescaled_to, gpu, key) for key in self.domains})
-            made = Portfolio(
+            portfolio = Portfolio(
                 self.op, gpu, domains, self.origin, made_on=self.gpu, engines=self.engines
             )
-            return self._rescaled.setdefault(gpu.identity, made)
+            return self._rescaled.setdefault(gpu.identity, portfolio)
 
     def _rescaled_to(self, gpu: Gpu, domain: AnyDomain) -> DomainModels:
         return self.domains[domain].rescaled(self.gpu, gpu)
@@ -107,10 +107,10 @@ class Portfolio:
         15 % too short at 46 drawn calls on an H200 (26 November 2026).
         """
         better = {
-            one
-            for one in other.in_stream - self.in_stream
-            if isinstance(one, GatedDomain)
-            or (isinstance(one, ProductDomain) and one.rows != "few")
+            domain
+            for domain in other.in_stream - self.in_stream
+            if isinstance(domain, GatedDomain)
+            or (isinstance(domain, ProductDomain) and domain.rows != "few")
         }
         ours = {key: self.domains for key in self.domains if key not in better}
         if other.domains.keys() <= ours.keys():
@@ -121,20 +121,20 @@ class Portfolio:
         except KeyError:
             theirs = other.rescaled(self.gpu).domains
             made_on = self.made_on or other.gpu
-            makers = {one: partial(theirs.__getitem__, one) for one in theirs}
-            makers |= {one: partial(_with_ratios, held, theirs, one) for one, held in ours.items()}
-            both = self.in_stream | other.in_stream
-            made = Portfolio(
+            makers = {domain: partial(theirs.__getitem__, domain) for domain in theirs}
+            makers |= {key: partial(_with_ratios, own, theirs, key) for key, own in ours.items()}
+            streamed = self.in_stream | other.in_stream
+            portfolio = Portfolio(
                 *(self.op, self.gpu, Deferred(makers), self.origin, made_on),
-                in_stream=both,
+                in_stream=streamed,
                 engines={**other.engines, **self.engines},
                 peers=self.peers,
             )
             # Both GPUs have the same kernels for what was measured on neither.
             if other._breadth > self._breadth:
-                wide = replace(made, domains=_first_of(theirs, self.domains))
-                made = replace(made, fallback=wide)
-            return self._rescaled.setdefault(key, made)
+                wide = replace(portfolio, domains=_first_of(theirs, self.domains))
+                portfolio = replace(portfolio, fallback=wide)
+            return self._rescaled.setdefault(key, portfolio)
 
     def joining(self, serving: Portfolio) -> Portfolio:
         """The kernels that pad heads or divide K in a cluster, beside those that serve the domains
@@ -149,10 +149,10 @@ class Portfolio:
                 raise ConfigError(f"{domain.label()} cannot be joined (allowed: cold inputs)")
             if (theirs := serving.domains.get(domain)) is None:
                 continue
-            joining = [one for one in mine.candidates if _joins(one.config)]
-            rest = theirs.settled(self.gpu).candidates
-            known = {one.config for one in joining}
-            candidates = [*joining, *(one for one in rest if one.config not in known)]
+            joining = [own for own in mine.candidates if _joins(own.config)]
+            settled = theirs.settled(self.gpu).candidates
+            configs = {own.config for own in joining}
+            candidates = [*joining, *(own for own in settled if own.config not in configs)]
             joined[domain] = replace(mine, candidates=candidates, margin=theirs.margin)
         return replace(self, domains=joined)
 
@@ -180,8 +180,8 @@ class Portfolio:
         days = origin.get("days", [])
         origin["days"] = [days[0], days[-1]] if days else []
         domains = {**self.domains, **newer.domains}
-        made = Portfolio(self.op, self.gpu, domains, origin)
-        return replace(made, engines=self.engines, peers=self.peers)
+        portfolio = Portfolio(self.op, self.gpu, domains, origin)
+        return replace(portfolio, engines=self.engines, peers=self.peers)
 
     @property
     def _transfer(self) -> Transfer:
@@ -199,21 +199,24 @@ class Portfolio:
             models_of = (
                 self._transfer.models_of if self.fallback is None else self.fallback.models_of
             )
-            found = self.domains.get(domain)
-            if found is None and (theirs := models_of(domain)) is not None:
-                found = self._transfer.timed_here(theirs)
-            return self._found.setdefault(domain, found)
+            models = self.domains.get(domain)
+            if models is None and (theirs := models_of(domain)) is not None:
+                models = self._transfer.timed_here(theirs)
+            return self._found.setdefault(domain, models)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
         """The measured domains and those that they are donors of, in a fixed order."""
         for domain, models in sorted(self.domains.items()):
             yield domain, models
-            for one in domain.recipients:
-                if one not in self.domains and (found := self.models_of(one)) is not None:
-                    yield one, found
-        for one in DOMAINS[self.op].other_recipients():
-            if one not in self.domains and (found := self.models_of(one)) is not None:
-                yield one, found
+            for kin in domain.recipients:
+                if kin not in self.domains and (transferred := self.models_of(kin)) is not None:
+                    yield kin, transferred
+        for recipient in DOMAINS[self.op].other_recipients():
+            if (
+                recipient not in self.domains
+                and (transferred := self.models_of(recipient)) is not None
+            ):
+                yield recipient, transferred
 
     def select(self, problem: Problem) -> Selection | None:
         """The kernel with the least expected time, PyTorch's unless another one wins clearly, and
@@ -232,12 +235,12 @@ class Portfolio:
         peers = self.peers.get(domain) if self.peers and domain else None
         if selection is None or not peers or not isinstance(problem, AttentionProblem):
             return selection
-        found = [
+        peers_faster = [
             (selection.expected_us / ratio, config)
             for ratio, config in peer_ratios.faster(problem, peers)
             if families()[config.family].accepts(problem, config, self.gpu)
         ]
-        return selection._replace(peers=tuple(found)) if found else selection
+        return selection._replace(peers=tuple(peers_faster)) if peers_faster else selection
 
     def to_json(self) -> dict[str, Any]:
         """The document that `from_json` reads."""
@@ -291,9 +294,9 @@ class Portfolio:
                 if Regime.parse(row["regime"]).launch == "stream"
             )
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
-            made = cls(data["op"], gpu, domains, origin, in_stream=streamed)
+            new = cls(data["op"], gpu, domains, origin, in_stream=streamed)
             engines = engines_from(kind, data.get("engines", ()))
-            return replace(made, engines=engines, peers=peers_from(kind, data.get("peers", ())))
+            return replace(new, engines=engines, peers=peers_from(kind, data.get("peers", ())))
         except ConfigError:
             raise
         except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:
@@ -349,14 +352,14 @@ def shipped() -> tuple[Portfolio, ...]:
     Raises:
         StoreError: when a shipped file is damaged.
     """
-    found = []
+    portfolios = []
     for path in sorted(_folder().glob("*.json")):
         try:
             data = document.parse(path.read_text())
-            found.append(Portfolio.from_json(data, partial(_shipped_models, path)))
+            portfolios.append(Portfolio.from_json(data, partial(_shipped_models, path)))
         except (OSError, ValueError, ConfigError) as exc:
             raise _damaged(path, exc) from exc
-    return tuple(sorted(found, key=lambda one: one.gpu != DEFAULT_GPU))
+    return tuple(sorted(portfolios, key=lambda portfolio: portfolio.gpu != DEFAULT_GPU))
 
 
 @cache
@@ -401,18 +404,20 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
         gpu: GPU to serve. One whose clock or bandwidth is not known has no rescaled portfolios.
     """
     alike: dict[str, list[Portfolio]] = {}
-    for one in known:
-        if one.gpu.shares_kernels(gpu):
-            alike.setdefault(one.op, []).append(one)
-    found = []
+    for portfolio in known:
+        if portfolio.gpu.shares_kernels(gpu):
+            alike.setdefault(portfolio.op, []).append(portfolio)
+    serving_ones = []
     for portfolios in alike.values():
-        portfolios.sort(key=lambda one: (-len(one.domains), _distance(one.gpu, gpu)))
-        own = [one for one in portfolios if one.gpu.identity == gpu.identity]
-        others = [one for one in portfolios if one not in own and gpu.has_rates]
-        if own or others:
-            first = own[0] if own else others.pop(0).rescaled(gpu)
-            found.append(reduce(Portfolio.beside, others, first))
-    return found
+        portfolios.sort(key=lambda p: (-len(p.domains), _distance(p.gpu, gpu)))
+        own = [portfolio for portfolio in portfolios if portfolio.gpu.identity == gpu.identity]
+        rescalable = [
+            portfolio for portfolio in portfolios if portfolio not in own and gpu.has_rates
+        ]
+        if own or rescalable:
+            first = own[0] if own else rescalable.pop(0).rescaled(gpu)
+            serving_ones.append(reduce(Portfolio.beside, rescalable, first))
+    return serving_ones
 
 
 def everywhere() -> list[Portfolio]:
@@ -421,8 +426,8 @@ def everywhere() -> list[Portfolio]:
     Raises:
         StoreError: when a shipped file is damaged.
     """
-    known = shipped()
-    return [one for gpu in dict.fromkeys(one.gpu for one in known) for one in serving(known, gpu)]
+    ours = shipped()
+    return [p for gpu in dict.fromkeys(p.gpu for p in ours) for p in serving(ours, gpu)]
 
 
 def promising(problem: Problem, gpu: Gpu) -> Iterator[Config]:
@@ -435,9 +440,9 @@ def promising(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     Raises:
         StoreError: when a shipped file is damaged.
     """
-    for one in serving(shipped(), gpu):
-        if one.op == problem.op:
-            selection = one.select(problem)
+    for portfolio in serving(shipped(), gpu):
+        if portfolio.op == problem.op:
+            selection = portfolio.select(problem)
             yield from (config for _, config in selection.ranked()) if selection else ()
 
 

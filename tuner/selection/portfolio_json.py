@@ -34,7 +34,7 @@ def models_json(models: DomainModels) -> dict[str, Any]:
         "margin": models.margin,
         "regret": asdict(models.regret),
         **({"ratios": models.ratios.to_json()} if models.ratios else {}),
-        "candidates": [_candidate_json(models.domain, one) for one in models.candidates],
+        "candidates": [_candidate_json(models.domain, c) for c in models.candidates],
     }
 
 
@@ -71,7 +71,7 @@ def models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
     return DomainModels(
         domain,
         Regime.parse(row["regime"]),
-        [_candidate_from(kind, one) for one in row["candidates"]],
+        [_candidate_from(kind, fields) for fields in row["candidates"]],
         margin,
         Regret(**document.checked(Regret, row["regret"])),
         ratios=_ratios_from(row["ratios"], len(kind.axes)) if row.get("ratios") else None,
@@ -99,11 +99,11 @@ def peers_json(peers: Peers) -> list[dict[str, Any]]:
     """The document that `peers_from` reads."""
     return [
         {
-            **{"domain": _domain_json(domain), **one.config.to_json(), "build": one.build},
-            "ratios": one.ratios.to_json(),
+            **{"domain": _domain_json(domain), **peer.config.to_json(), "build": peer.build},
+            "ratios": peer.ratios.to_json(),
         }
         for domain, some in sorted(peers.items())
-        for one in some
+        for peer in some
     ]
 
 
@@ -113,23 +113,23 @@ def peers_from(kind: type[AnyDomain], rows: Any) -> Peers:
     Raises:
         ConfigError: on a wrong value.
     """
-    found: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
+    peers: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
     for row in rows:
         domain = kind(**row["domain"])
         config = Config.from_json({"family": row["family"], "params": row["params"]})
         measured = _ratios_from(row["ratios"], 3, peer_ratios.WIDTH_OCTAVES)
-        one = PeerRatios(config, str(row["build"]), measured)
-        found[domain] = (*found.get(domain, ()), one)
-    return found
+        peer = PeerRatios(config, str(row["build"]), measured)
+        peers[domain] = (*peers.get(domain, ()), peer)
+    return peers
 
 
 def _ratios_from(rows: Any, axes: int, width: float = ratios.WIDTH_OCTAVES) -> Ratios:
     """Sizes and a ratio in each row."""
     count = min(axes, SIZES)
-    found = [[_number(value) for value in row] for row in rows]
-    if any(len(row) != count + 1 or not all(row) for row in found):
+    values = [[_number(value) for value in row] for row in rows]
+    if any(len(row) != count + 1 or not all(row) for row in values):
         raise ConfigError(f"a row of ratios is wrong (allowed: {count} sizes and a ratio, above 0)")
-    pairs = (([round(size) for size in sizes], ratio) for *sizes, ratio in found)
+    pairs = (([round(size) for size in sizes], ratio) for *sizes, ratio in values)
     return Ratios.of(pairs, width)
 
 
@@ -143,7 +143,7 @@ def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
     spread = dict(row["spread"])
     if "work" in kind.axes and "work" not in spread:  # of version 2's first portfolios
         sizes = list(spread.values())
-        spread["work"] = tuple(math.prod(each) for each in zip(*sizes, strict=True))
+        spread["work"] = tuple(math.prod(counts) for counts in zip(*sizes, strict=True))
     bounds = tuple((int(low), int(high)) for low, high in (spread[x] for x in kind.axes))
     return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
 
@@ -166,8 +166,8 @@ def text(data: Mapping[str, Any]) -> str:
     head = {name: value for name, value in data.items() if name != "domains"}
     parts = []
     for domain in data["domains"]:
-        rest = {name: value for name, value in domain.items() if name != "candidates"}
-        lines = ",\n".join(f"   {json.dumps(one)}" for one in domain["candidates"])
-        parts.append(f'  {json.dumps(rest)[:-1]}, "candidates": [\n{lines}\n  ]}}')
+        fields = {name: value for name, value in domain.items() if name != "candidates"}
+        lines = ",\n".join(f"   {json.dumps(candidate)}" for candidate in domain["candidates"])
+        parts.append(f'  {json.dumps(fields)[:-1]}, "candidates": [\n{lines}\n  ]}}')
     body = ",\n".join(parts)
     return f'{json.dumps(head)[:-1]},\n "domains": [\n{body}\n ]}}\n'

@@ -158,24 +158,24 @@ def lookup(
     """
     problem = as_problem(problem)
     regimes = listed(regime or Regime.choices(problem.op))
-    if not all(isinstance(one, Regime) for one in regimes):
+    if not all(isinstance(item, Regime) for item in regimes):
         allowed = "tuner.Regime('stream', 'warm'), or several"
         raise ConfigError(f"regime={regime!r} is not a regime (allowed: {allowed})")
     path = None if path is None else Path(path)
     if isinstance(gpu, str):
         gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
-    asked = gpu or DEFAULT_GPU
+    served_gpu = gpu or DEFAULT_GPU
     settings.answers()  # a wrong word is said for every problem
     if among is None:
         path = path or store_file()
-    answer = _best(problem, asked, regimes, path, allow_other_gpu, among)
-    if with_portfolio and _is_open(answer, asked):
+    answer = _best(problem, served_gpu, regimes, path, allow_other_gpu, among)
+    if with_portfolio and _is_open(answer, served_gpu):
         any_gpu = allow_other_gpu and answer is None
-        answer = _selected(problem, asked, regimes, any_gpu) or answer
+        answer = _selected(problem, served_gpu, regimes, any_gpu) or answer
     if answer is None:
         return None
     if gpu is None:
-        answer = noted(answer, f"no GPU named: this is the answer for {asked.name}")
+        answer = noted(answer, f"no GPU named: this is the answer for {served_gpu.name}")
     if (
         environment is not None
         and not answer.is_predicted
@@ -196,13 +196,13 @@ def _best(
 ) -> LookupResult | None:
     """The best answer over some regimes; among equals the first regime's."""
     answer: LookupResult | None = None
-    for one in regimes:
+    for regime in regimes:
         if not (rank := _rank(answer)):
             break
-        found = _known(problem, gpu, one, path, allow_other_gpu, among)
-        if found is not None and _rank(found) < rank:
-            note = f"timed {one}: nothing better is known {regimes[0]}"
-            answer = found if one == regimes[0] else noted(found, note)
+        answered = _known(problem, gpu, regime, path, allow_other_gpu, among)
+        if answered is not None and _rank(answered) < rank:
+            note = f"timed {regime}: nothing better is known {regimes[0]}"
+            answer = answered if regime == regimes[0] else noted(answered, note)
     return answer
 
 
@@ -310,14 +310,14 @@ def store_file() -> Path:
     return sqlite_file(settings.store_url()) or settings.store_path()
 
 
-def find_gpu(name: str, known: Iterable[Gpu] = ()) -> Gpu:
-    """A GPU by short or full name, among the shipped descriptions and `known`; among equal names
+def find_gpu(name: str, gpus: Iterable[Gpu] = ()) -> Gpu:
+    """A GPU by short or full name, among the shipped descriptions and `gpus`; among equal names
     the last.
 
     Raises:
         ConfigError: on an unknown name; lists the known ones.
     """
-    stored = {gpu.name: gpu for gpu in known}
+    stored = {gpu.name: gpu for gpu in gpus}
     for gpu in stored.values():
         if name.casefold() == gpu.name.casefold():
             return gpu
@@ -339,11 +339,11 @@ def of_any_length(problem: Problem) -> str:
 @cache
 def _shipped_lengths() -> Mapping[str, set[int]]:
     """Key lengths of the shipped decisions, by `of_any_length`."""
-    found: dict[str, set[int]] = {}
+    lengths: dict[str, set[int]] = {}
     for problem, _ in shipped_index():
         if isinstance(problem, AttentionProblem):
-            found.setdefault(of_any_length(problem), set()).add(problem.seqlen_kv)
-    return found
+            lengths.setdefault(of_any_length(problem), set()).add(problem.seqlen_kv)
+    return lengths
 
 
 def _selected(
@@ -352,19 +352,19 @@ def _selected(
     """The selection by a shipped portfolio for the GPU, or for another one if that is allowed."""
     from tuner.selection import portfolio
 
-    known = [p for p in portfolio.shipped() if p.op == problem.op]
-    others = [p for p in known if p.gpu.shares_kernels(gpu)] if allow_other_gpu else []
-    for one in portfolio.serving(known, gpu) or others:
+    portfolios = [p for p in portfolio.shipped() if p.op == problem.op]
+    lenders = [p for p in portfolios if p.gpu.shares_kernels(gpu)] if allow_other_gpu else []
+    for one in portfolio.serving(portfolios, gpu) or lenders:
         selection = one.select(problem)
         if selection is None or selection.regime not in regimes:
             continue
         notes = [f"{SELECTED}: {selection.source}", *selection.doubts, SHIPPED]
         if one.gpu.identity != gpu.identity:
             notes.insert(1, f"made on {one.gpu.name}, not on {gpu.name}: another GPU was allowed")
-        chosen = Measurement(
+        measurement = Measurement(
             problem, selection.first[1], gpu, selection.regime, Status.OK, Provenance.PREDICTED
         )
-        entry = Entry.of([chosen], origin=SHIPPED)
+        entry = Entry.of([measurement], origin=SHIPPED)
         return LookupResult(entry, False, tuple(notes), selected=selection)
     return None
 
@@ -409,7 +409,7 @@ class _Reader:
             rows = self._file.select(_GPUS) if self._file.has_tables else ()
             with self._decoding():
                 stored = [gpu_from_row(facts) for (facts,) in rows]
-            ships = (one.gpu for same in shipped_index().values() for one in same)
+            ships = (decision.gpu for same in shipped_index().values() for decision in same)
             return [*dict.fromkeys(ships), *stored]
 
     def is_decided(self, problem: Problem) -> bool:
@@ -426,19 +426,19 @@ class _Reader:
             rows = self._file.select(_ALIKE, (alike,)) if self._file.has_tables else []
             with self._decoding():
                 keys = [key for (key,) in rows]
-                found = readable(str(self._path), keys, problem_from_row)
-        lengths = {p.seqlen_kv for p in found if isinstance(p, AttentionProblem)}
+                problems = readable(str(self._path), keys, problem_from_row)
+        lengths = {p.seqlen_kv for p in problems if isinstance(p, AttentionProblem)}
         return lengths | _shipped_lengths().get(alike, set())
 
     def decided(self) -> Mapping[str, Hashable]:
         with self._lock:
             self._file.refresh()
-            found: dict[str, list[Any]] = {}
+            by_place: dict[str, list[Any]] = {}
             rows = self._file.select(_DECIDED) if self._file.has_tables else ()
             with self._decoding():
                 for key, *what in rows:
-                    found.setdefault(as_text(key), []).append(tuple(what))
-                return {key: tuple(sorted(values)) for key, values in found.items()}
+                    by_place.setdefault(as_text(key), []).append(tuple(what))
+                return {key: tuple(sorted(values)) for key, values in by_place.items()}
 
     def decided_stamp(self) -> Hashable:
         with self._lock:
@@ -463,20 +463,20 @@ class _Reader:
         self._answers.clear()
 
     def _candidates(self, problem: Problem, regime: Regime) -> list[Entry]:
-        shipped_ones = [one.entry for one in shipped_index().get((problem, regime), [])]
+        shipped_ones = [decision.entry for decision in shipped_index().get((problem, regime), [])]
         if not self._file.has_tables:
             return shipped_ones
-        stored, made = self._stored(problem)
-        return [e for e in stored if e.regime == regime] + with_builds(shipped_ones, made)
+        stored, builds = self._stored(problem)
+        return [e for e in stored if e.regime == regime] + with_builds(shipped_ones, builds)
 
     def _stored(self, problem: Problem) -> tuple[list[Entry], Mapping[str, Mapping[str, str]]]:
         """The file's entries of a problem and its builds, cached for the next regime."""
         if self._latest is None or self._latest[0] != problem:
-            found = self._entries(" WHERE b.problem = ?", (problem.key,))
+            entries = self._entries(" WHERE b.problem = ?", (problem.key,))
             builds = self._file.select(_BUILDS, (problem.key,))
             with self._decoding():
-                made = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
-            self._latest = problem, found, made
+                keys = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
+            self._latest = problem, entries, keys
         return self._latest[1:]
 
     def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:

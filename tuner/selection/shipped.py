@@ -88,14 +88,14 @@ class _Index(Mapping[tuple[Problem, Regime], list[Shipped]]):
     def __getitem__(self, place: tuple[Problem, Regime]) -> list[Shipped]:
         problem, regime = place
         alike = self._alike[place_key(problem, regime)]
-        if found := [one for one in alike if one.problem == problem]:
-            return found
+        if decisions := [decision for decision in alike if decision.problem == problem]:
+            return decisions
         raise KeyError(place)
 
     @cached_property
     def _places(self) -> dict[tuple[Problem, Regime], None]:
-        every = (one for alike in self._alike.values() for one in alike)
-        return dict.fromkeys((one.problem, one.regime) for one in every)
+        every = (decision for alike in self._alike.values() for decision in alike)
+        return dict.fromkeys((decision.problem, decision.regime) for decision in every)
 
     def __iter__(self) -> Iterator[tuple[Problem, Regime]]:
         return iter(self._places)
@@ -123,7 +123,7 @@ def shipped() -> tuple[Entry, ...]:
     Raises:
         StoreError: when a shipped file is damaged.
     """
-    return tuple(one.entry for same in shipped_index().values() for one in same)
+    return tuple(decision.entry for same in shipped_index().values() for decision in same)
 
 
 def with_shipped(
@@ -135,13 +135,13 @@ def with_shipped(
         stored: entries of the store.
         builds: artifacts built here of shipped configs, by problem key and config digest.
     """
-    found = {
+    entries_by_key = {
         sort_key(entry): entry
-        for one in shipped()
-        for entry in with_builds([one], (builds or {}).get(one.problem.key, {}))
+        for decision in shipped()
+        for entry in with_builds([decision], (builds or {}).get(decision.problem.key, {}))
     }
-    found.update((sort_key(entry), entry) for entry in stored)
-    return [found[key] for key in sorted(found)]
+    entries_by_key.update((sort_key(entry), entry) for entry in stored)
+    return [entries_by_key[key] for key in sorted(entries_by_key)]
 
 
 def in_use(entries: Iterable[Entry]) -> list[Entry]:
@@ -150,16 +150,16 @@ def in_use(entries: Iterable[Entry]) -> list[Entry]:
     A chained entry is left out if the same problem, GPU, inputs and provenance have one in a
     stream.
     """
-    found = list(entries)
+    all_entries = list(entries)
 
     def place(entry: Entry, regime: Regime) -> tuple[Problem, str, Regime, str]:
         return entry.problem, entry.gpu.identity, regime, entry.provenance.value
 
-    streams = {place(e, e.regime.chained) for e in found if e.regime.launch == "stream"}
-    return [e for e in found if place(e, e.regime) not in streams]
+    streams = {place(e, e.regime.chained) for e in all_entries if e.regime.launch == "stream"}
+    return [e for e in all_entries if place(e, e.regime) not in streams]
 
 
-def with_builds(found: Iterable[Entry], builds: Mapping[str, Mapping[str, str]]) -> list[Entry]:
+def with_builds(entries: Iterable[Entry], builds: Mapping[str, Mapping[str, str]]) -> list[Entry]:
     """Shipped entries with the artifacts that were built here (`Store.record_build`)."""
 
     def built(m: Measurement) -> Measurement:
@@ -173,5 +173,5 @@ def with_builds(found: Iterable[Entry], builds: Mapping[str, Mapping[str, str]])
             ranking=tuple(map(built, entry.ranking)),
             best_own=built(entry.best_own) if entry.best_own else None,
         )
-        for entry in found
+        for entry in entries
     ]

@@ -34,14 +34,14 @@ def _unpacked(one: Candidate) -> Candidate:
 
 def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
     """The own kernel most similar to another that combines splits in this way; None without one."""
-    found = [
-        one
-        for one in candidates
-        if one.config.family == kernel.family and one.config.get("combine") == combine
+    similar = [
+        candidate
+        for candidate in candidates
+        if candidate.config.family == kernel.family and candidate.config.get("combine") == combine
     ]
 
-    def unlike(one: Candidate) -> tuple[bool, bool, bool]:
-        config = one.config
+    def unlike(candidate: Candidate) -> tuple[bool, bool, bool]:
+        config = candidate.config
         is_packed = config.get("packed_heads", 1) > 1
         return (
             "key_groups" in config.params,
@@ -49,7 +49,7 @@ def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) 
             is_packed != (kernel.get("packed_heads", 1) > 1),
         )
 
-    return min(found, key=unlike, default=None)
+    return min(similar, key=unlike, default=None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Transfer:
         """
         if domain not in tuple(domain.other_recipients()):
             return None
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         source: DomainModels | None = None
         for kernel in domain.named_kernels:
             is_short = kernel["warp_groups"] == 1 or "pads_heads" in kernel.params
@@ -78,21 +78,21 @@ class Transfer:
             for combine in (None, *ways):
                 for other in like.donors:
                     models = self.measured.get(other)
-                    one = None if models is None else _like(kernel, combine, models.candidates)
-                    if one is not None:
+                    dense = None if models is None else _like(kernel, combine, models.candidates)
+                    if dense is not None:
                         more = {} if combine is None else {"combine": combine}
                         config = Config(kernel.family, {**kernel.params, **more})
-                        rates = one.rates
+                        rates = dense.rates
                         if is_short and (factor := domain.short_factor) != 1:
                             rates = {term: us * factor for term, us in rates.items()}
-                        found.append(replace(one, config=config, rates=rates))
+                        candidates.append(replace(dense, config=config, rates=rates))
                         source = source or models
                         break
         if source is None:
             return None
         # All schedules of a kernel compete, whatever sizes their rates were measured at.
-        spread = Spread.over(one.spread for one in found)
-        transferred = [replace(one, spread=spread) for one in found]
+        spread = Spread.over(candidate.spread for candidate in candidates)
+        transferred = [replace(candidate, spread=spread) for candidate in candidates]
         return replace(
             source,
             domain=domain,
@@ -130,13 +130,13 @@ class Transfer:
         self, domain: AttentionDomain, donor: AnyDomain, found: Sequence[Candidate]
     ) -> Iterator[Candidate]:
         """Candidates with the time of a mask of booleans, and those of the other phase."""
-        known = {one.config: one for one in found}
+        by_config = {candidate.config: candidate for candidate in found}
         for other in donor.of_times if domain.shares_phases else ():
             if (models := self.measured.get(other)) is not None:
-                for one in self._transferred(domain, models):
-                    known.setdefault(one.config, one)
-        for one in known.values():
-            yield replace(one, rates={**one.rates, **MASK_US}) if domain.phase != "prompt" else one
+                for candidate in self._transferred(domain, models):
+                    by_config.setdefault(candidate.config, candidate)
+        for c in by_config.values():
+            yield replace(c, rates={**c.rates, **MASK_US}) if domain.phase != "prompt" else c
 
     def timed_here(self, theirs: DomainModels) -> DomainModels:
         """Transferred candidates with the rates of this GPU where it measured the donor."""
@@ -146,10 +146,10 @@ class Transfer:
             return theirs
         if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
             return theirs
-        wanted = {one.config for one in theirs.candidates}
-        own = [one for one in here.candidates if not one.is_vendor]
-        carried = (self._carried(domain, one) for one in (*own, *map(_unpacked, own)))
-        timed = {one.config: one for one in carried if one is not None and one.config in wanted}
+        configs = {candidate.config for candidate in theirs.candidates}
+        own = [candidate for candidate in here.candidates if not candidate.is_vendor]
+        carried = (self._carried(domain, candidate) for candidate in (*own, *map(_unpacked, own)))
+        timed = {c.config: c for c in carried if c is not None and c.config in configs}
         if not timed:
             return theirs
         candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
@@ -160,21 +160,21 @@ class Transfer:
 
     def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates of a donor as they are called in `domain`, best first."""
-        own = [one for one in models.candidates if not one.is_vendor]
+        own = [candidate for candidate in models.candidates if not candidate.is_vendor]
         if isinstance(domain, AttentionDomain) and not domain.takes_padding:
-            own = [one for one in own if "pads_heads" not in one.config.params]
-        own.sort(key=lambda one: "packed_heads" in one.config.params)
+            own = [candidate for candidate in own if "pads_heads" not in candidate.config.params]
+        own.sort(key=lambda candidate: "packed_heads" in candidate.config.params)
         if domain.donors_split:
             yield from self._divided(domain, own)
             return
         if domain.donor_kernels is not None:
-            every = (self._carried(domain, one, (1,)) for one in own)
-            yield from islice((one for one in every if one is not None), domain.donor_kernels)
+            every = (self._carried(domain, candidate, (1,)) for candidate in own)
+            yield from islice((c for c in every if c is not None), domain.donor_kernels)
             return
         kinds = set[Hashable]()
-        for one in (*own, *map(_unpacked, own)):
-            kind = one.config.get("packed_heads", 1), "combine" in one.config.params
-            if kind not in kinds and (carried := self._carried(domain, one)) is not None:
+        for candidate in (*own, *map(_unpacked, own)):
+            kind = candidate.config.get("packed_heads", 1), "combine" in candidate.config.params
+            if kind not in kinds and (carried := self._carried(domain, candidate)) is not None:
                 kinds.add(kind)
                 yield carried
 
@@ -184,49 +184,49 @@ class Transfer:
         where none splits them.
         """
         of_kernel: dict[str, list[Candidate]] = {}
-        for one in own:
-            if one.family is not None:
-                of_kernel.setdefault(one.family.compile_digest(one.config), []).append(one)
+        for best in own:
+            if best.family is not None:
+                of_kernel.setdefault(best.family.compile_digest(best.config), []).append(best)
         by_use = sorted(
             of_kernel.values(), key=lambda ways: not any("combine" in w.config.params for w in ways)
         )
-        taken = set[Any]()
+        packings = set[Any]()
         for ways in by_use:
             packed = ways[0].config.get("packed_heads", 1)
             # By the rates of the whole kernel where it was measured.
-            one = min(ways, key=lambda way: "combine" in way.config.params)
-            params = {name: v for name, v in one.config.params.items() if name != "combine"}
-            whole = replace(one, config=Config(one.config.family, params))
+            best = min(ways, key=lambda way: "combine" in way.config.params)
+            params = {name: v for name, v in best.config.params.items() if name != "combine"}
+            whole = replace(best, config=Config(best.config.family, params))
             carried = self._carried(domain, whole, (1,))
-            splits = [one for one in ways if "combine" in one.config.params]
-            if carried is None or packed in taken or (taken and not splits):
+            splits = [way for way in ways if "combine" in way.config.params]
+            if carried is None or packed in packings or (packings and not splits):
                 continue
-            taken.add(packed)
+            packings.add(packed)
             yield carried
-            several = (self._carried(domain, one) for one in splits)
-            yield from (one for one in several if one is not None)
+            several = (self._carried(domain, split) for split in splits)
+            yield from (candidate for candidate in several if candidate is not None)
             if domain.donor_kernels is not None:
                 return
 
     def _carried(
-        self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
+        self, domain: AnyDomain, candidate: Candidate, splits: Sequence[int] | None = None
     ) -> Candidate | None:
         """A candidate of a donor as it is called in another domain.
 
         Args:
             domain: domain without measurements.
-            one: candidate of its donor.
+            candidate: candidate of its donor.
             splits: numbers of splits to try; None: those of its family.
 
         Returns:
             The candidate, or None if it is illegal with all these numbers.
         """
-        family = one.family
+        family = candidate.family
         if family is None:
             return None
-        problem = domain.problem_for(one.config)
-        config = family.carried(problem, one.config)
+        problem = domain.problem_for(candidate.config)
+        config = family.carried(problem, candidate.config)
         counts = family.splits(problem, config, self.gpu) if splits is None else splits
         called = (family.called(problem, config, count) for count in counts)
         is_legal = any(family.accepts(problem, config, self.gpu) for config in called)
-        return replace(one, config=config) if is_legal else None
+        return replace(candidate, config=config) if is_legal else None

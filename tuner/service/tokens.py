@@ -43,11 +43,11 @@ class Tokens:
     def __bool__(self) -> bool:
         return bool(self.read)
 
-    def allows(self, given: bytes, *, writes: bool) -> bool:
+    def allows(self, token: bytes, *, writes: bool) -> bool:
         """True if a token suffices. The write token also permits reading."""
         # Both are always compared, so that the time reveals nothing.
-        may_read = hmac.compare_digest(given, self.read.encode())
-        may_write = hmac.compare_digest(given, self.write.encode())
+        may_read = hmac.compare_digest(token, self.read.encode())
+        may_write = hmac.compare_digest(token, self.write.encode())
         return may_write or (may_read and not writes)
 
 

@@ -65,7 +65,7 @@ def copy(source: Store, target: Store, progress: Progress) -> dict[str, int]:
         return {table.name: _count(reading, table) for table in (*_GROWING, *_OTHERS)}
 
 
-def _check(reading: sa.Connection, there: sa.Connection, source: Store, target: Store) -> bool:
+def _check(reading: sa.Connection, writing: sa.Connection, source: Store, target: Store) -> bool:
     """True if the copy is already complete.
 
     Raises:
@@ -76,11 +76,11 @@ def _check(reading: sa.Connection, there: sa.Connection, source: Store, target: 
         "decisions over with `tuner store export` and `tuner store import`"
     )
     for table in _GROWING:
-        if _fingerprint(there, table) != _fingerprint(reading, table, _last_id(there, table)):
+        if _fingerprint(writing, table) != _fingerprint(reading, table, _last_id(writing, table)):
             raise own
-    if not any(_count(there, table) for table in _OTHERS):
+    if not any(_count(writing, table) for table in _OTHERS):
         return False
-    if any(_fingerprint(there, t) != _fingerprint(reading, t) for t in (*_GROWING, *_OTHERS)):
+    if any(_fingerprint(writing, t) != _fingerprint(reading, t) for t in (*_GROWING, *_OTHERS)):
         raise own
     return True
 

@@ -400,12 +400,12 @@ class Store:
             Numbers of deleted decisions and measurements.
         """
         with self.transaction(write=True) as connection:
-            found = connection.scalar(sa.select(_P.c.id).where(_P.c.key == problem.key))
-            if found is None:
+            problem_id = connection.scalar(sa.select(_P.c.id).where(_P.c.key == problem.key))
+            if problem_id is None:
                 return 0, 0
             counts = []
             for table in (_W, _S, _M):
-                query = table.delete().where(table.c.problem_id == found)
+                query = table.delete().where(table.c.problem_id == problem_id)
                 if gpu is not None and table is _W:
                     query = query.where(_W.c.gpu == gpu.identity)
                 elif gpu is not None:

@@ -137,21 +137,21 @@ def _id_of(table: sa.Table, names: tuple[str, ...]) -> sa.Select[Any]:
 
 
 def ensure(
-    connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], rest: Mapping[str, Any]
+    connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """The id of the row with this unique key, and whether it was inserted just now."""
     found = connection.scalar(_id_of(table, tuple(key)), key)
-    return (found, False) if found is not None else _add(connection, table, key, rest)
+    return (found, False) if found is not None else _add(connection, table, key, values)
 
 
 def _add(
-    connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], rest: Mapping[str, Any]
+    connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """As `ensure`, of a row that was not there just now."""
     try:
         with _attempt(connection):
             # Values apart from the statement, which is built and compiled once then.
-            result = connection.execute(table.insert(), {**key, **rest})
+            result = connection.execute(table.insert(), {**key, **values})
             return int(cast("sa.Row[Any]", result.inserted_primary_key)[0]), True
     except IntegrityError:
         # On a server another writer may have inserted it meanwhile.
@@ -293,18 +293,18 @@ def mirror_origin(url: str) -> str:
     return f"{url[: models.ORIGIN_CHARACTERS - 13]}#{digest}"
 
 
-def decisions(connection: sa.Connection, chosen: sa.Select[Any]) -> list[Decision]:
+def decisions(connection: sa.Connection, query: sa.Select[Any]) -> list[Decision]:
     """Decisions by ids of measurements.
 
     Args:
         connection: an open transaction.
-        chosen: `DECISIONS`, narrowed.
+        query: `DECISIONS`, narrowed.
 
     Raises:
         TypeError: when a row was damaged.
     """
     by_id: dict[int, Decision] = {}
-    for place in connection.execute(chosen.order_by(_W.c.id, _R.c.position)).all():
+    for place in connection.execute(query.order_by(_W.c.id, _R.c.position)).all():
         origin = as_text(place.sweep), as_text(place.decided_at)
         decision = by_id.setdefault(place.id, Decision([], None, *origin))
         if place.position == PINNED:
@@ -320,8 +320,8 @@ def find_winner(
     """The id of the measured decision, the one that can be pinned."""
     query: sa.Select[Any] = sa.select(_W.c.id).select_from(_W.join(_P))
     query = matching(query, _W.c.gpu, _W, problem, gpu, regime, Provenance.MEASURED)
-    found: int | None = connection.scalar(query)
-    return found
+    winner: int | None = connection.scalar(query)
+    return winner
 
 
 def ensure_winner(connection: sa.Connection, first: Measurement) -> tuple[int, bool]:
@@ -467,10 +467,10 @@ def adopt(
     return "added" if is_new else "replaced", winner
 
 
-def drop_others(connection: sa.Connection, origin: str, kept: Iterable[int]) -> int:
+def drop_others(connection: sa.Connection, origin: str, ids: Iterable[int]) -> int:
     """Delete the decisions from an origin but for some; returns how many."""
     first = sa.select(_R.c.winner_id).join(_M).where(_R.c.position == 0, _M.c.origin == origin)
-    gone = sorted(set(connection.scalars(first)) - set(kept))
+    gone = sorted(set(connection.scalars(first)) - set(ids))
     for id in gone:
         connection.execute(_W.delete().where(_W.c.id == id))
     return len(gone)

@@ -94,9 +94,9 @@ def pull(store: Store, url: str, check: Check) -> ImportReport | None:
         raise StoreError(f"{url}: the snapshot does not fit into the memory") from exc
 
 
-def _without(token: str, said: object) -> str:
+def _without(token: str, text: object) -> str:
     """A text or an error's text without the token, which a service may repeat."""
-    return str(said).replace(token, "***") if token else str(said)
+    return str(text).replace(token, "***") if token else str(text)
 
 
 def _document(body: bytes) -> Any:
@@ -180,7 +180,7 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_Stream(sock, budget))
 
 
-def _connected(budget: _Budget, address: tuple[str, int], *others: Any) -> socket.socket:
+def _connected(budget: _Budget, address: tuple[str, int], *options: Any) -> socket.socket:
     """`socket.create_connection` within a budget, however many addresses a name has."""
     fault = OSError(f"{address[0]} has no address")
     for family, kind, number, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):

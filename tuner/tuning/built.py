@@ -52,10 +52,10 @@ class BuiltKernels:
             return
         self.carried += proof is not None and bool(proof.carried)
 
-        def change(known: KernelList) -> KernelList:
-            is_failed = any(name in known.faults for name in kernel.identities)
+        def change(kernels: KernelList) -> KernelList:
+            is_failed = any(name in kernels.faults for name in kernel.identities)
             added = kernel if is_failed else replace(kernel, proof=proof)
-            return known.with_kernels([added]).with_verdicts(shipped_kernels())
+            return kernels.with_kernels([added]).with_verdicts(shipped_kernels())
 
         update(self._path, change)
 

@@ -171,14 +171,14 @@ def compare_rows(
     return progress
 
 
-def _reason(found: dict[str, Any]) -> str:
+def _reason(report: dict[str, Any]) -> str:
     """Why a kernel varies; empty when it does not."""
-    if found["differing"]:
-        at = ", ".join(found["at"])
-        return f"{found['differing']} of {found['compared']} rows differ, at {at}"
-    if found["crossed_differing"]:
-        rows = f"{found['crossed_differing']} of {found['crossed']}"
-        return f"{rows} rows differ from those of the class {found['class']}"
+    if report["differing"]:
+        at = ", ".join(report["at"])
+        return f"{report['differing']} of {report['compared']} rows differ, at {at}"
+    if report["crossed_differing"]:
+        rows = f"{report['crossed_differing']} of {report['crossed']}"
+        return f"{rows} rows differ from those of the class {report['class']}"
     return ""
 
 

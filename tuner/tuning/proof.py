@@ -171,8 +171,8 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
         else:
             counts.unknown += 1
 
-    def change(known: KernelList) -> KernelList:
-        named = known.with_kernels(replace(k, proof=None) for k in carried.values())
+    def change(kernels: KernelList) -> KernelList:
+        named = kernels.with_kernels(replace(k, proof=None) for k in carried.values())
         is_free = {spec: not named.kernels[spec].is_judged for spec in carried}
         counts.carried = sum(is_free.values())
         return named.with_kernels(k for spec, k in carried.items() if is_free[spec])

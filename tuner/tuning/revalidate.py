@@ -117,19 +117,19 @@ def candidates(entry: Entry, gpu: Gpu, beside: Sequence[Entry] = (), more: int =
     return [*configs, *islice(_estimated(entry.problem, gpu, configs), more)]
 
 
-def _estimated(problem: Problem, gpu: Gpu, known: Sequence[Config]) -> Iterator[Config]:
+def _estimated(problem: Problem, gpu: Gpu, configs: Sequence[Config]) -> Iterator[Config]:
     """The configs with the best estimates, one for each compiled kernel beside those of known
     configs.
 
     Args:
         problem: problem to compute.
         gpu: GPU to estimate for.
-        known: own configs; their families are searched.
+        configs: own configs; their families are searched.
     """
     estimates: list[tuple[float, str, Config]] = []
-    for name in dict.fromkeys(config.family for config in known):
+    for name in dict.fromkeys(config.family for config in configs):
         member = families()[name]
-        timed = {member.compile_digest(config) for config in known if config.family == name}
+        timed = {member.compile_digest(config) for config in configs if config.family == name}
         for group in group_by_kernels(member, member.space(problem, gpu)):
             if member.compile_digest(group[0]) not in timed:
                 estimates.append(

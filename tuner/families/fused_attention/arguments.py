@@ -13,14 +13,14 @@ MASK_STRIDES = ("mask_batch", "mask_head", "mask_row", "mask_key")
 def arguments_of(problem: AttentionProblem) -> Arguments:
     """Declaration of a launch's arguments."""
     names = [matrix.name for matrix in problem.matrices]
-    others = [one.name for one in problem.operands if one.name not in names]
+    unnamed = [operand.name for operand in problem.operands if operand.name not in names]
     rows: tuple[str, ...] = ()
     if problem.is_paged:
         rows = ("total_q", "page_size", "pages", "table_stride")
     elif problem.is_varlen:
         rows = ("total_q", "total_kv")
     return Arguments(
-        tensors=(*names, LSE, *map(argument, others)),
+        tensors=(*names, LSE, *map(argument, unnamed)),
         integers=(
             *EXTENTS,
             *(("value_dim",) if problem.value_dim else ()),

@@ -153,8 +153,8 @@ def _rounds(
     splits, sm_count = config["splits"], gpu.sm_count
     tiles = ceil(problem.seqlen_q * packed / tile_m)
     if splits > 1 and config["combine"] == "cluster":
-        known = (most // splits * splits for size, most in CLUSTERED_BLOCKS if splits <= size)
-        sm_count = min(sm_count, next(known, LARGE_CLUSTERS * splits))
+        counts = (most // splits * splits for size, most in CLUSTERED_BLOCKS if splits <= size)
+        sm_count = min(sm_count, next(counts, LARGE_CLUSTERS * splits))
     packs = problem.heads_kv if config.get("pads_heads") else problem.heads_q // packed
     blocks = tiles * packs * problem.batch * splits / sm_count
     count = ceil(blocks)
@@ -171,8 +171,8 @@ def _rounds(
         average = mean * blocks / resident
         clocks = max(longest, average + constants["imbalance"] * longest) * step
         return _Rounds(blocks, resident, batches, step, 0.0, clocks)
-    left = count - (batches - 1) * resident
-    last = _step_clocks(problem, config, head_tile, left, constants)
+    remaining = count - (batches - 1) * resident
+    last = _step_clocks(problem, config, head_tile, remaining, constants)
     return _Rounds(blocks, resident, batches, step, (batches - 1) * mean * step, mean * last)
 
 
@@ -224,11 +224,11 @@ def _step_clocks(
     product = scores * 4 * head_tile / (TENSOR_FLOPS_PER_CLOCK_SM * problem.tensor_rate)
     if config["q_in_registers"]:
         product *= 1 + constants["q_registers"]
-    each = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]
-    each += constants["early_clocks"] * config.get("early_exp", 0) / 100
+    per_score = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]
+    per_score += constants["early_clocks"] * config.get("early_exp", 0) / 100
     if problem.softcap:  # an exponential and a reciprocal more
-        each += 2 / EXP_PER_CLOCK_SM
-    softmax = scores * each + constants["row_clocks"]
+        per_score += 2 / EXP_PER_CLOCK_SM
+    softmax = scores * per_score + constants["row_clocks"]
     row = head_tile * DTYPE_BYTES[problem.dtype]
     sharing = config.get("key_groups", 1)
     transfer = 2 * tile_n * row * resident * sharing

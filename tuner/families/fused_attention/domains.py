@@ -223,14 +223,14 @@ class AttentionDomain(_Attention, Domain):
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
         for head_dim in INSTANCES:
             for mask, phase in kinds:
-                one = cls(head_dim, mask, phase, is_paged=True)
-                yield one
+                paged = cls(head_dim, mask, phase, is_paged=True)
+                yield paged
                 if head_dim in (64, 128):
-                    yield one._replace(is_e4m3=True)
+                    yield paged._replace(is_e4m3=True)
                 if head_dim == 64:
-                    yield one._replace(has_sinks=True)
+                    yield paged._replace(has_sinks=True)
                 if head_dim in (64, 128, 256):
-                    yield one._replace(mask="windowed", has_sinks=head_dim == 64)
+                    yield paged._replace(mask="windowed", has_sinks=head_dim == 64)
         operands = get_args(MaskOperand)[1:]
         for head_dim, phase, operand in product(MASKED, get_args(Phase), operands):
             yield cls(head_dim, "full", phase, operand=operand)
@@ -249,9 +249,9 @@ class AttentionDomain(_Attention, Domain):
         causal = cls(_RARE, "causal", "prompt")
         yield causal
         yield causal._replace(mask="windowed")
-        for one in (causal, cls(_RARE, "full", "prompt")):
-            yield one._replace(has_softcap=True)
-            yield one._replace(is_varlen=True)
+        for domain in (causal, cls(_RARE, "full", "prompt")):
+            yield domain._replace(has_softcap=True)
+            yield domain._replace(is_varlen=True)
 
     @property
     def has_named_kernels(self) -> bool:
@@ -358,11 +358,11 @@ class AttentionDomain(_Attention, Domain):
 
         A paged one has one: a single query needs no causal mask, several queries have one.
         """
-        both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
-        both = (False,) if self.operand else both
+        masks = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        masks = (False,) if self.operand else masks
         queries = 2048 if self.is_sparse else 256  # the tiles that every instance needs
         if self.is_paged:
-            both, queries = (self.phase != "one",), {"one": 1, "few": 8, "prompt": 256}[self.phase]
+            masks, queries = (self.phase != "one",), {"one": 1, "few": 8, "prompt": 256}[self.phase]
         return tuple(
             AttentionProblem(
                 seqlen_q=queries,
@@ -380,7 +380,7 @@ class AttentionDomain(_Attention, Domain):
                 has_sinks=self.has_sinks,
                 block_mask="1" if self.is_sparse else "",
             )
-            for is_causal in both
+            for is_causal in masks
         )
 
     def problem_for(self, config: Config) -> AttentionProblem:

@@ -123,8 +123,8 @@ class AttentionDraw(SequenceDraw):
             is_varlen=values.get("is_varlen", self._usual.is_varlen),
         )
         drawn = self.facts(Trial(problem, self._compiled, values["with_lse"]))
-        wanted = {(name, value) for name, value in planted.items() if name != "schedule"}
-        return problem if wanted <= drawn else None
+        items = {(name, value) for name, value in planted.items() if name != "schedule"}
+        return problem if items <= drawn else None
 
     def _pages_of(self, size: int) -> bool:
         """True if the kernel's copies divide pages of this size."""

@@ -39,66 +39,66 @@ BARRIER_BYTES = 1024
 
 def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of a config that lies in the family's domains, a line each."""
-    found = []
+    reasons = []
     groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
     blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
     extent = 32 // DTYPE_BYTES[problem.dtype]
     if tile_n % extent:
-        found.append(f"tile_n={tile_n} is not a multiple of {extent}, the K extent of one WGMMA")
+        reasons.append(f"tile_n={tile_n} is not a multiple of {extent}, the K extent of one WGMMA")
     if stages < buffers:
-        found.append(f"kv_stages={stages} is less than score_buffers={buffers}")
+        reasons.append(f"kv_stages={stages} is less than score_buffers={buffers}")
     if ("ping_pong" in config.params) != (groups > 1 and buffers == 1):
-        found.append("ping_pong is for two warp groups or more with one score buffer, only")
+        reasons.append("ping_pong is for two warp groups or more with one score buffer, only")
     if ("early_exp" in config.params) != (buffers == 1):
-        found.append("early_exp is for one score buffer, only")
-    found += _sharing(problem, config)
+        reasons.append("early_exp is for one score buffer, only")
+    reasons += _sharing(problem, config)
     if "skips_masked" in config.params and not may_skip(problem, config.params):
-        found.append(
+        reasons.append(
             "skips_masked is for persistent blocks under a causal mask alone, with one score "
             "buffer: blocks where warp groups end at different blocks of keys, halves with a "
             f"tile_n of {', '.join(map(str, HALVED))}"
         )
     if "rescale" in config.params and (buffers != 1 or problem.dtype == E4M3):
-        found.append("rescale is for one score buffer of fp16 or bf16, only")
+        reasons.append("rescale is for one score buffer of fp16 or bf16, only")
     if "maxima" in config.params and not may_take_integers(problem, config.params):
-        found.append(
+        reasons.append(
             f"maxima is for rescale=lazy and {MAX_VOTING} warp groups at most, without key_groups, "
             "windows or block_mask, only"
         )
     if "joins_tiles" in config.params and not may_join(problem, config.params):
-        found.append(
+        reasons.append(
             "joins_tiles is for persistent blocks with one score buffer and Q in shared memory, "
             "whose warp groups end at one block of keys, full or causal, D=128 or less, only"
         )
     if "turn_ends" in config.params and not config.get("ping_pong"):
-        found.append("turn_ends is for ping_pong, only")
-    found += _packing(problem, config)
+        reasons.append("turn_ends is for ping_pong, only")
+    reasons += _packing(problem, config)
     if problem.is_varlen and not problem.is_paged and splits > 1:
-        found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
-    found += _paging(problem, config)
-    found += _blocks(problem, config)
+        reasons.append(f"splits={splits} is not for variable lengths (allowed: 1)")
+    reasons += _paging(problem, config)
+    reasons += _blocks(problem, config)
     if splits > 1 and config["persistent"]:
-        found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
+        reasons.append(f"splits={splits} is for one block a tile, not for persistent blocks")
     if "split_keys" in config.params:
-        found += _parts(problem, config)
+        reasons += _parts(problem, config)
     elif ("combine" in config.params) != (splits > 1):
-        found.append("combine is for splits > 1, only")
+        reasons.append("combine is for splits > 1, only")
     elif config.get("combine", "kernel") == "cluster":
         if splits > MAX_CLUSTERED:
-            found.append(f"splits={splits} exceed the {MAX_CLUSTERED} blocks of a cluster")
+            reasons.append(f"splits={splits} exceed the {MAX_CLUSTERED} blocks of a cluster")
         if groups > 1:
-            found.append("combine=cluster is for one warp group, only")
+            reasons.append("combine=cluster is for one warp group, only")
     smem = smem_bytes(problem, config)
     if smem > SMEM_PER_BLOCK_BYTES:
-        found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
+        reasons.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
     widest = max(tile_n, instance(problem.value_width)) // 2
     launched = launch_registers(groups, blocks)
     if widest + WGMMA_OVERHEAD_REGISTERS > launched:
-        found.append(
+        reasons.append(
             f"{widest} accumulator registers of a WGMMA + {WGMMA_OVERHEAD_REGISTERS} exceed "
             f"the {launched} of a launch"
         )
-    return found
+    return reasons
 
 
 def may_skip(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
@@ -143,80 +143,80 @@ def may_join(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
 
 def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of `key_groups` and `stages_output`, present only when they are on."""
-    found = []
+    reasons = []
     groups, sharing = config["warp_groups"], config.get("key_groups", 1)
     if "key_groups" in config.params:
         if groups % sharing:
-            found.append(f"key_groups={sharing} does not divide warp_groups={groups}")
+            reasons.append(f"key_groups={sharing} does not divide warp_groups={groups}")
         if config["persistent"] or config["score_buffers"] > 1 or config.get("ping_pong"):
-            found.append(
+            reasons.append(
                 "key_groups is for one tile a block, one score buffer and no ping_pong, only"
             )
         if sharing > config["kv_stages"]:
-            found.append(
+            reasons.append(
                 f"key_groups={sharing} exceeds kv_stages={config['kv_stages']}: each group "
                 "reads a stage of its own"
             )
     if "stages_output" in config.params:
         packed = config.get("packed_heads", 1)
         if problem.is_packed or packed > MAX_STAGED:
-            found.append(
+            reasons.append(
                 "stages_output is not for variable lengths, paged caches or more than "
                 f"{MAX_STAGED} packed heads"
             )
-    return found
+    return reasons
 
 
 def _paging(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of a config for a paged cache; otherwise of `PAGED_ONLY`."""
-    found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
+    reasons, rows = [], config.get("box_rows", PAGE_MULTIPLE)
     if not problem.is_paged:
         return [f"{name} is for paged caches, only" for name in PAGED_ONLY if name in config.params]
     if "whole_rows" in config.params and problem.head_dim not in WHOLE_ROWS:
         allowed = ", ".join(map(str, WHOLE_ROWS))
-        found.append(f"whole_rows is not for D={problem.head_dim} (allowed: {allowed})")
+        reasons.append(f"whole_rows is not for D={problem.head_dim} (allowed: {allowed})")
     if problem.dtype == E4M3 and ("whole_rows" in config.params or "copy_warps" in config.params):
-        found.append("whole_rows and copy_warps are not for e4m3")
+        reasons.append("whole_rows and copy_warps are not for e4m3")
     if "key_groups" in config.params:
-        found.append("key_groups is not for paged caches")
+        reasons.append("key_groups is not for paged caches")
     if "stream_k" in config.params and not (config["persistent"] and config["warp_groups"] <= 2):
-        found.append("stream_k is for persistent blocks of one or two warp groups, only")
+        reasons.append("stream_k is for persistent blocks of one or two warp groups, only")
     if problem.page_size % rows or config["tile_n"] % rows:
-        found.append(
+        reasons.append(
             f"box_rows={rows} does not divide both page_size={problem.page_size} and "
             f"tile_n={config['tile_n']}"
         )
-    return found
+    return reasons
 
 
 def _blocks(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of a config for a block-sparse mask."""
     if not problem.block_mask:
         return []
-    found = []
+    reasons = []
     packed, rows = config.get("packed_heads", 1), tile_m(config.params)
     if config["tile_n"] not in SPARSE_TILES:
         allowed = ", ".join(map(str, SPARSE_TILES))
-        found.append(f"tile_n={config['tile_n']} is not for block_mask (allowed: {allowed})")
+        reasons.append(f"tile_n={config['tile_n']} is not for block_mask (allowed: {allowed})")
     if rows % packed or BLOCK_SIZE % (rows // packed):
-        found.append(
+        reasons.append(
             f"{rows} rows of {packed} packed heads do not divide the {BLOCK_SIZE} queries of "
             "a block of block_mask"
         )
     if "key_groups" in config.params or config["splits"] > 1:
-        found.append("key_groups and splits > 1 are not for block_mask")
+        reasons.append("key_groups and splits > 1 are not for block_mask")
     if packed > 1 and "h" in problem.block_mask:
-        found.append(f"packed_heads={packed} is not for a block_mask of each head (allowed: 1)")
-    return found
+        reasons.append(f"packed_heads={packed} is not for a block_mask of each head (allowed: 1)")
+    return reasons
 
 
 def _parts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of `split_keys`."""
     found, keys, params = [], config["split_keys"], config.params
-    others = ("key_groups", "stages_output", "stream_k", "rescale", "skips_masked")
-    others += ("maxima", "joins_tiles")
-    if config["splits"] > 1 or any(name in params for name in others):
-        found.append(f"split_keys is for splits=1 without {', '.join(others)}, only")
+    excluded = ["key_groups", "stages_output", "stream_k", "rescale", "skips_masked"]
+    excluded += ["maxima", "joins_tiles"]
+    if config["splits"] > 1 or any(name in params for name in excluded):
+        found.append(f"split_keys is for splits=1 without {', '.join(excluded)}, only")
     if config["score_buffers"] > 1:
         found.append("split_keys is for one score buffer, only")
     if "combine" in params and (config["persistent"] or params["combine"] != "kernel"):
@@ -238,18 +238,18 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     if ("packed_heads" in config.params) != (group > 1):
         return ["packed_heads is for several query heads to a KV head, only"]
     packed, pads = config.get("packed_heads", 1), "pads_heads" in config.params
-    found = []
+    reasons = []
     if pads and not may_pad(problem):
-        found.append("pads_heads is not for dense e4m3, block masks or sinks")
+        reasons.append("pads_heads is not for dense e4m3, block masks or sinks")
     if not is_held(group, packed, pads):
         lack = "is less than" if pads else "does not divide"
-        found.append(f"packed_heads={packed} {lack} the {group} heads to a KV head")
+        reasons.append(f"packed_heads={packed} {lack} the {group} heads to a KV head")
     if problem.dtype == E4M3 and packed > MAX_PACKED_E4M3:
-        found.append(
+        reasons.append(
             f"packed_heads={packed} exceeds {MAX_PACKED_E4M3}: a thread's rows would have "
             "different descale_q"
         )
-    return found
+    return reasons
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:

@@ -28,12 +28,12 @@ def packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
     group = problem.heads_q // problem.heads_kv
     most = math.gcd(group, MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED)
     padded = 1 << (group - 1).bit_length()
-    found = [(1, False)]
+    ways = [(1, False)]
     if most > 1:
-        found.append((most, False))
+        ways.append((most, False))
     if most < group <= MAX_PACKED and may_pad(problem):
-        found.append((padded, True))
-    return tuple(found)
+        ways.append((padded, True))
+    return tuple(ways)
 
 
 def is_held(group: int, packed: int, pads: bool) -> bool:

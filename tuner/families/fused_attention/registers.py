@@ -70,4 +70,4 @@ def narrowed(problem: AttentionProblem, config: Config) -> Config:
     step = 32 // DTYPE_BYTES[problem.dtype]
     widths = range(int(config["tile_n"]), 0, -step)
     tried = (Config(config.family, {**config.params, "tile_n": width}) for width in widths)
-    return next((one for one in tried if not spills(problem, one)), config)
+    return next((narrow for narrow in tried if not spills(problem, narrow)), config)

@@ -50,14 +50,14 @@ def serves(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 def select(problem: AttentionProblem, gpu: Gpu) -> RuleSelection | None:
     """The kernels that take a problem, of the least expected time first; None without any."""
-    found = []
+    timed = []
     for config in _kernels(problem.is_causal, problem.is_varlen):
         config = _FAMILY.carried(problem, config)
         if _FAMILY.accepts(problem, config, gpu):
-            found.append((_FAMILY.predict_us(problem, config, gpu), config))
-    found.sort(key=lambda one: one[0])
+            timed.append((_FAMILY.predict_us(problem, config, gpu), config))
+    timed.sort(key=lambda row: row[0])
     doubts = ("chosen by the rule of values narrower than keys",)
-    return RuleSelection(tuple(found), Regime.default(problem.op), doubts) if found else None
+    return RuleSelection(tuple(timed), Regime.default(problem.op), doubts) if timed else None
 
 
 @cache

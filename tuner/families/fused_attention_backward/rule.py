@@ -282,9 +282,9 @@ def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
             ranked.append((us, config))
     if kind.is_plain and not kind.is_deterministic and problem.heads_q == problem.heads_kv:
         # FlashAttention-3 was faster at every such problem of the fit; the costs miss one by 20 %.
-        ranked.sort(key=lambda one: (one[1].family != vendors.name, one[0]))
+        ranked.sort(key=lambda row: (row[1].family != vendors.name, row[0]))
     else:
-        ranked.sort(key=lambda one: one[0])
+        ranked.sort(key=lambda row: row[0])
     doubts = ("chosen by the rule of attention's gradients",)
     return RuleSelection(tuple(ranked), Regime(), doubts) if ranked else None
 

@@ -263,8 +263,8 @@ def _loaded_bytes(
     return loaded
 
 
-def _common(one: range, other: range) -> int:
-    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
+def _common(rows: range, other: range) -> int:
+    return max(0, min(rows.stop, other.stop) - max(rows.start, other.start))
 
 
 def heuristic_seeds(

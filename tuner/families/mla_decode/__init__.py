@@ -131,7 +131,7 @@ class MlaDecode(Family):
         self, problem: AttentionProblem, config: Config, scale: float, strides: Strides
     ) -> list[Launch]:
         queries, heads, rows = problem.seqlen_q, problem.heads_q, problem.total_q
-        cache = {one.name: one for one in problem.operands}["key"]
+        cache = {operand.name: operand for operand in problem.operands}["key"]
         page, _, slot, _ = strides.get("key", cache.strides)
         (table_row, _) = strides.get("page_table", (max(problem.pages), 1))
         integers = {
@@ -153,16 +153,16 @@ class MlaDecode(Family):
         return [Launch.named(KERNEL, ARGUMENTS, tensors, integers, {"scale": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        attention, known = as_attention(problem), self.constants
-        moved_us = attention.bytes / (known["memory_share"] * gpu.memory_gbs * 1e3)
-        moved_us /= known["whole_rows"] if config["whole_rows"] else 1.0
+        attention, constants = as_attention(problem), self.constants
+        moved_us = attention.bytes / (constants["memory_share"] * gpu.memory_gbs * 1e3)
+        moved_us /= constants["whole_rows"] if config["whole_rows"] else 1.0
         rows = row_blocks(attention) * ROWS / (attention.heads_q * attention.seqlen_q)
-        rate = known["tensor_share"] * gpu.peak_tflops * 1e6
-        rate *= known["pair"] if config["cluster"] > 1 else 1.0
+        rate = constants["tensor_share"] * gpu.peak_tflops * 1e6
+        rate *= constants["pair"] if config["cluster"] > 1 else 1.0
         busy_us = attention.flops * rows / rate
         off = abs(config["tile_overhead"] - 4) + abs(config["cut_overhead"] - 4)
-        most = max(moved_us, busy_us) * (1 + known["imbalance"] * off)
-        return float(GRAPH_LAUNCH_US + known["start_us"] + most)
+        most = max(moved_us, busy_us) * (1 + constants["imbalance"] * off)
+        return float(GRAPH_LAUNCH_US + constants["start_us"] + most)
 
 
 def row_blocks(problem: AttentionProblem) -> int:

@@ -44,12 +44,12 @@ class LatentDraw(SequenceDraw):
 
     def _holds_heads(self, heads: int) -> bool:
         """True if the kernel takes so many heads, of some number of queries."""
-        one, two = (replace(self._usual, heads_q=heads, seqlen_q=n) for n in (1, MAX_QUERIES))
-        known = schedules(self._family)
-        schedule = next(iter(known))
+        single, two = (replace(self._usual, heads_q=heads, seqlen_q=n) for n in (1, MAX_QUERIES))
+        named = schedules(self._family)
+        schedule = next(iter(named))
         return any(
             self._config(replace(problem, is_causal=problem.seqlen_q > 1), schedule) is not None
-            for problem in (one, two)
+            for problem in (single, two)
         )
 
     def _value(self, name: str) -> Any:

@@ -40,8 +40,8 @@ def select(problem: AttentionProblem, gpu: Gpu) -> RuleSelection | None:
         if _FAMILY.accepts(problem, config, gpu)
     )
     doubts = ("chosen by the rule of latent attention",)
-    found = tuple((us, config) for us, _, config in expected)
-    return RuleSelection(found, Regime.default(problem.op), doubts) if found else None
+    timed = tuple((us, config) for us, _, config in expected)
+    return RuleSelection(timed, Regime.default(problem.op), doubts) if timed else None
 
 
 @cache

@@ -208,8 +208,8 @@ def unfused(problem: GemmProblem) -> Callable[..., Any]:
         return scaled_mm(problem)
     product, finish = matmul(problem), epilogue(problem)
 
-    def call(a: Any, b: Any, *others: Any) -> Any:
-        return finish(product(a, b), *others)
+    def call(a: Any, b: Any, *more: Any) -> Any:
+        return finish(product(a, b), *more)
 
     return call
 
@@ -227,13 +227,13 @@ def epilogue(problem: GemmProblem) -> Callable[..., Any]:
     }
     activate, has_bias = activations[problem.activation], problem.has_bias
 
-    def finish(d: Any, *others: Any) -> Any:
+    def finish(d: Any, *more: Any) -> Any:
         if problem.scales:
-            return d.mul_(others[0].view(-1, 1)).mul_(others[1])
+            return d.mul_(more[0].view(-1, 1)).mul_(more[1])
         if has_bias:
-            d = d.add_(others[0])
+            d = d.add_(more[0])
         d = activate(d)
-        return d.add_(others[-1]) if problem.has_residual else d
+        return d.add_(more[-1]) if problem.has_residual else d
 
     return finish
 
@@ -311,8 +311,8 @@ def as_in_a_model(problem: GemmProblem) -> Callable[..., Any]:
         return unfused(problem)
     has_bias, finish = problem.has_bias, epilogue(replace(problem, epilogue=_after_bias(problem)))
 
-    def call(a: Any, b: Any, *others: Any) -> Any:
-        tail = [other[0] if other.dim() == 3 else other for other in others]
+    def call(a: Any, b: Any, *more: Any) -> Any:
+        tail = [other[0] if other.dim() == 3 else other for other in more]
         if has_bias:
             d = torch.addmm(tail.pop(0), a[0], b[0])
         else:
@@ -334,9 +334,9 @@ def addmm(problem: GemmProblem) -> Callable[..., Any]:
     after = _after_bias(problem) if problem.has_bias else ""
     finish = epilogue(replace(problem, epilogue=after))
 
-    def call(a: Any, b: Any, added: Any, *others: Any) -> Any:
+    def call(a: Any, b: Any, added: Any, *more: Any) -> Any:
         first = added if problem.has_bias else added[0]
-        return finish(torch.addmm(first, a[0], b[0]).unsqueeze(0), *others)
+        return finish(torch.addmm(first, a[0], b[0]).unsqueeze(0), *more)
 
     return call
 

@@ -93,7 +93,7 @@ def _product(problem: GemmProblem) -> lt.LtDescriptors:
 
 
 def called(
-    problem: GemmProblem, product: lt.LtDescriptors, chosen: lt.Heuristic
+    problem: GemmProblem, product: lt.LtDescriptors, algorithm: lt.Heuristic
 ) -> Callable[..., Any]:
     """call(a, b, *others) -> d; looks at the tensors' addresses only."""
     names = [operand.name for operand in problem.operands]
@@ -101,6 +101,6 @@ def called(
     def run(inputs: Sequence[Any], out: Any, workspace: Any) -> None:
         tensors = zip(names, (*inputs, out), strict=True)
         addresses = {name: tensor.data_ptr() for name, tensor in tensors}
-        product.launch(chosen, addresses, workspace.data_ptr(), stream_of(out.device))
+        product.launch(algorithm, addresses, workspace.data_ptr(), stream_of(out.device))
 
-    return allocated(problem, chosen.workspace_bytes, run)
+    return allocated(problem, algorithm.workspace_bytes, run)

@@ -97,10 +97,10 @@ class CudnnGraph:
             uid=uid,
         )
 
-    def deliver(self, made: Any, operand: Operand, uid: int) -> None:
+    def deliver(self, tensor: Any, operand: Operand, uid: int) -> None:
         """Have a result written to an operand."""
-        made.set_output(True).set_dim(list(operand.shape)).set_stride(list(operand.strides))
-        made.set_data_type(self.kind(operand.dtype)).set_uid(uid)
+        tensor.set_output(True).set_dim(list(operand.shape)).set_stride(list(operand.strides))
+        tensor.set_data_type(self.kind(operand.dtype)).set_uid(uid)
 
     def _mask(self) -> dict[str, Any]:
         """The band along the diagonal from the top left; its left side counts the diagonal."""

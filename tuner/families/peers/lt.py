@@ -296,7 +296,7 @@ class LtDescriptors:
 
     def launch(
         self,
-        chosen: Heuristic,
+        algorithm: Heuristic,
         addresses: Mapping[str, int],
         workspace: int,
         stream: int,
@@ -304,9 +304,9 @@ class LtDescriptors:
         """Enqueue the product.
 
         Args:
-            chosen: algorithm from `heuristics` or `rebuilt`.
+            algorithm: algorithm from `heuristics` or `rebuilt`.
             addresses: device addresses of the problem's operands, by name.
-            workspace: address of as many bytes as `chosen` needs.
+            workspace: address of as many bytes as `algorithm` needs.
             stream: CUDA stream.
 
         Raises:
@@ -328,7 +328,7 @@ class LtDescriptors:
                 *(addresses["b"], self._a, addresses["a"], self._b),
                 ctypes.byref(_ZERO if residual is None else _ONE),
                 *(out if residual is None else residual, self._d, out, self._d),
-                *(ctypes.byref(chosen.algorithm), workspace, chosen.workspace_bytes, stream),
+                *(ctypes.byref(algorithm.algorithm), workspace, algorithm.workspace_bytes, stream),
             )
 
 

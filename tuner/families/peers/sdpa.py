@@ -310,15 +310,15 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
         ready["seqused_k"] = used
         ready["max_seqlen_k"] = problem.seqlen_kv
 
-    def call(query: Any, key: Any, value: Any, *others: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, *more: Any) -> Any:
         if problem.is_varlen:
             tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            lengths = {"cu_seqlens_q": others[0], "max_seqlen_q": problem.seqlen_q}
-            lengths |= {"cu_seqlens_k": others[1], "max_seqlen_k": problem.seqlen_kv}
+            lengths = {"cu_seqlens_q": more[0], "max_seqlen_q": problem.seqlen_q}
+            lengths |= {"cu_seqlens_k": more[1], "max_seqlen_k": problem.seqlen_kv}
             return module.fwd(*tensors, **lengths, **options).transpose(0, 1)[None]
         if not ready:  # in the first call, which `tried` makes outside of any capture
             prepare(query)
-        factors = dict(zip(DESCALES, others, strict=False))
+        factors = dict(zip(DESCALES, more, strict=False))
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return module.fwd(*tensors, **ready, **factors, **options).transpose(1, 2)
 
@@ -338,7 +338,7 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
     ready: dict[str, Any] = {}
 
     def call(
-        query: Any, key: Any, value: Any, table: Any, used: Any, starts: Any, *others: Any
+        query: Any, key: Any, value: Any, table: Any, used: Any, starts: Any, *more: Any
     ) -> Any:
         if not ready:  # in the first call, which `tried` makes outside of any capture
             sizes = *longest, problem.heads_q, problem.heads_kv, problem.head_dim
@@ -347,9 +347,9 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
         lengths = {"cu_seqlens_q": starts, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
         options = {**lengths, **masks, **ready, "page_table": table, "seqused_k": used}
         if problem.has_sinks:
-            options["sinks"] = others[0].to(query.dtype)
-        elif others:  # factors of e4m3, one a head
-            every = (factor.expand(problem.batch, -1) for factor in others)
+            options["sinks"] = more[0].to(query.dtype)
+        elif more:  # factors of e4m3, one a head
+            every = (factor.expand(problem.batch, -1) for factor in more)
             options |= zip(DESCALES, every, strict=True)
         cache = (tensor.transpose(1, 2) for tensor in (key, value))
         out = module.fwd(query[0].transpose(0, 1), *cache, scale=scale, **options)

@@ -87,18 +87,18 @@ def interleaved(problem: SwigluProblem) -> Callable[[Any, Any], Any]:
     return call
 
 
-def of_pairs(both: Any) -> Any:
+def of_pairs(halves: Any) -> Any:
     """silu(gate) * up of a product whose columns lie as `SwigluProblem` interleaves them, by two
     kernels. They record no gradient.
     """
     import torch
 
-    gate, up = pairs(both)
-    out = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+    gate, up = pairs(halves)
+    out = halves.new_empty((*halves.shape[:-1], halves.shape[-1] // 2))
     torch.mul(torch.nn.functional.silu(gate), up, out=out.unflatten(-1, (-1, 4, 8)))
     return out
 
 
-def pairs(both: Any) -> Any:
+def pairs(halves: Any) -> Any:
     """The gate and what it gates, (..., N / 32, 4, 8) each, of such a product."""
-    return both.unflatten(-1, (-1, 8, 4, 2)).transpose(-3, -2).unbind(-1)
+    return halves.unflatten(-1, (-1, 8, 4, 2)).transpose(-3, -2).unbind(-1)

@@ -129,8 +129,8 @@ class Gate:
         self._buffers = None
         self._kind = ""
 
-    def _forget(self, *kept: bool) -> None:
-        for is_sampled in kept:
+    def _forget(self, *flags: bool) -> None:
+        for is_sampled in flags:
             if cached := self._known.pop(is_sampled, None):
                 cached.references.close()
 
@@ -214,7 +214,7 @@ class Gate:
             worst = max(worst, verdict.error or 0.0)
         return Verdict(Status.OK, worst)
 
-    def _compared(self, wanted: Mapping[str, int]) -> Iterator[tuple[str, Operand, int, int]]:
+    def _compared(self, counts: Mapping[str, int]) -> Iterator[tuple[str, Operand, int, int]]:
         """Parts to compare: name in a verdict, extent, and addresses of the output and its
         reference.
         """
@@ -222,7 +222,7 @@ class Gate:
         references = cached.references
         problem = buffers.problem
         for output in problem.outputs:
-            written, reference = buffers.operands[output.name].pointer, wanted[output.name]
+            written, reference = buffers.operands[output.name].pointer, counts[output.name]
             chunks = references.chunks(self._kind)
             if not chunks or not isinstance(problem, AttentionProblem):
                 name = "" if len(problem.outputs) == 1 else f"{output.name}: "

@@ -115,16 +115,16 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
 
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:
     """Copy keys and values to their pages, by 16 bits. All other slots hold the poison."""
-    heads, each = problem.heads_kv, DTYPE_BYTES[problem.dtype]
+    heads, size = problem.heads_kv, DTYPE_BYTES[problem.dtype]
     poison = poison_of(problem.dtype)
     columns = max(problem.pages)
     for operand in pages.caches_of(problem):
-        width = each * operand.shape[-1] // 2
+        width = size * operand.shape[-1] // 2
         cache = buffers.operands[operand.name]
         kernels.device.fill16(cache.pointer, poison, cache.bytes)
         source, table = buffers.rows[operand.name].pointer, buffers.pointers["page_table"]
         for part in pages.parts(problem, kind):
-            page, head, slot = (each * stride // 2 for stride in operand.strides[:3])
+            page, head, slot = (size * stride // 2 for stride in operand.strides[:3])
             integers = {
                 **{"rows": part.keys, "heads": heads, "head_dim": width},
                 **{"page_stride": page, "head_stride": head, "slot_stride": slot},

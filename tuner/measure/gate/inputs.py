@@ -323,11 +323,11 @@ def parts_of(
         starts["reference"] += 4 * out.elements
 
 
-def sees_nothing(one: AttentionProblem, sides: tuple[int, int]) -> bool:
+def sees_nothing(sequence: AttentionProblem, sides: tuple[int, int]) -> bool:
     """True if not even the last query of a part sees a key.
 
     Args:
-        one: part from `parts_of`.
+        sequence: part from `parts_of`.
         sides: left and right of the part's mask.
     """
-    return one.seqlen_q - 1 + sides[1] < 0
+    return sequence.seqlen_q - 1 + sides[1] < 0

@@ -154,10 +154,10 @@ class References:
             if problem.has_output_scale:
                 (factor,) = array("f", self._kernels.device.read(at["scale_d"], 4))
                 scale *= factor
-            others = ("bias", "residual", "scale_a", "scale_b")
+            names = ("bias", "residual", "scale_a", "scale_b")
             tensors = {
                 **{"a": at["a"], "b": at["b"], "d": reference},
-                **{name: at.get(name, 0) for name in others},
+                **{name: at.get(name, 0) for name in names},
             }
             self._kernels.run(Command.GEMM, tensors, integers, {"alpha": scale, "beta": 1.0})
         elif isinstance(problem, SwigluProblem):
@@ -184,10 +184,10 @@ class References:
             self._compute_chunks(problem, chunks, scale, reference)
             return
         at = self._buffers.sources
-        others = {name: at[name] for name in ATTENTION_OTHERS if name in at}
+        extra = {name: at[name] for name in ATTENTION_OTHERS if name in at}
         with Pool(self._kernels.device) as pool:
             statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
-            self._run_attention(problem, kind, (reference, statistics), others, scale)
+            self._run_attention(problem, kind, (reference, statistics), extra, scale)
             self._kernels.device.wait()
 
     def _compute_chunks(
@@ -198,9 +198,9 @@ class References:
         """
         at, width, device = self._buffers.sources, DTYPE_BYTES[problem.dtype], self._kernels.device
         with Pool(device) as pool:
-            rows = max(one.rows * one.heads for one in chunks)
-            kept = [pool.allocate(16 * rows) for _ in range(LANES)]
-            lanes = list(zip(device.fork(LANES), kept, strict=True))
+            rows = max(c.rows * c.heads for c in chunks)
+            sums = [pool.allocate(16 * rows) for _ in range(LANES)]
+            lanes = list(zip(device.fork(LANES), sums, strict=True))
             for one, (stream, statistics) in zip(chunks, itertools.cycle(lanes), strict=False):
                 shifts = one.shifts(problem)
                 self._kernels.run(
@@ -222,7 +222,7 @@ class References:
         problem: AttentionProblem,
         kind: str,
         results: tuple[int, int],
-        others: Mapping[str, int],
+        extra: Mapping[str, int],
         scale: float,
     ) -> None:
         """Run attention: sequence by sequence if their lengths vary, else all at once.
@@ -231,7 +231,7 @@ class References:
             problem: attention over the operands `query`, `key` and `value`.
             kind: kind of the inputs.
             results: addresses of the fp32 output, and of each row's maximum and sum.
-            others: addresses of those of `ATTENTION_OTHERS` that there are.
+            extra: addresses of those of `ATTENTION_OTHERS` that there are.
             scale: scale of the scores.
         """
         at = self._buffers.sources
@@ -242,7 +242,7 @@ class References:
                 {
                     **{name: at[name] + shift[name] for name in ("query", "key", "value")},
                     **{"out": reference + shift["reference"], "statistics": statistics},
-                    **{name: others.get(name, 0) for name in ATTENTION_OTHERS},
+                    **{name: extra.get(name, 0) for name in ATTENTION_OTHERS},
                 },
                 {
                     "dtype": DTYPES[one.dtype],
@@ -320,10 +320,10 @@ class References:
         m, n, k = problem.m, problem.n, problem.k
         at = self._buffers.pointers
         with Pool(self._kernels.device) as pool:
-            both = pool.allocate(4 * m * 2 * n)
+            halves = pool.allocate(4 * m * 2 * n)
             self._kernels.run(
                 Command.GEMM,
-                {**_PLAIN_TENSORS, "a": at["a"], "b": at["weights"], "d": both},
+                {**_PLAIN_TENSORS, "a": at["a"], "b": at["weights"], "d": halves},
                 _plain_product(problem.dtype, m, 2 * n, k),
                 {"alpha": scale, "beta": 1.0},
             )
@@ -331,7 +331,7 @@ class References:
             pair, group, lane, chunk = steps
             self._kernels.run(
                 Command.GATE_PAIRS,
-                {"both": both, "out": reference},
+                {"both": halves, "out": reference},
                 {
                     **{"rows": m, "n": n},
                     **{"pair": pair, "group": group, "lane": lane, "chunk": chunk},

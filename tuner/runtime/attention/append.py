@@ -136,41 +136,41 @@ def composed(call: Append) -> None:
     starts = starts.long()
     token = torch.arange(tokens, device=query.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-    kept = sequence < batch
+    valid = sequence < batch
     sequence = sequence.clamp(max=batch - 1)
     position = used[sequence] - (starts[sequence + 1] - token)
     column = position.clamp(min=0) // size
-    kept &= (position >= 0) & (column < call.page_table.shape[1])
+    valid &= (position >= 0) & (column < call.page_table.shape[1])
     if call.cosine is not None:
-        kept &= position < call.cosine.shape[0]
+        valid &= position < call.cosine.shape[0]
     column = column.clamp(max=call.page_table.shape[1] - 1)
     page = call.page_table[sequence, column].long()
-    kept &= (page >= 0) & (page < cache.shape[0])
-    token, position, page = token[kept], position[kept], page[kept]
+    valid &= (page >= 0) & (page < cache.shape[0])
+    token, position, page = token[valid], position[valid], page[valid]
     slot = position % size
     factors: tuple[Any, ...] = call.scales or (None, None, None)
     rotated = (_rotated(call, tensor[token], position) for tensor in (query, call.key))
     new = (*rotated, call.value[token].float())
-    made = [_narrow(one, cache.dtype, factor) for one, factor in zip(new, factors, strict=True)]
+    narrow = [_narrow(rows, cache.dtype, factor) for rows, factor in zip(new, factors, strict=True)]
     bits = torch.uint8 if cache.element_size() == 1 else torch.int16
-    call.out.view(bits)[token] = made[0].view(bits)
-    call.key_cache.view(bits)[page, slot] = made[1].view(bits)
-    call.value_cache.view(bits)[page, slot] = made[2].view(bits)
+    call.out.view(bits)[token] = narrow[0].view(bits)
+    call.key_cache.view(bits)[page, slot] = narrow[1].view(bits)
+    call.value_cache.view(bits)[page, slot] = narrow[2].view(bits)
 
 
 def _rotated(call: Append, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     rows = rows.float()
     if call.cosine is None or call.sine is None:
         return rows
-    turned, rest = rows[..., : call.rotated], rows[..., call.rotated :]
+    turned, unturned = rows[..., : call.rotated], rows[..., call.rotated :]
     cosine, sine = (table[position].unsqueeze(1) for table in (call.cosine, call.sine))
     if call.interleaved:
         low, high = turned[..., 0::2], turned[..., 1::2]
     else:
         low, high = turned.chunk(2, -1)
-    both = low * cosine - high * sine, high * cosine + low * sine
-    found = torch.stack(both, -1).flatten(-2) if call.interleaved else torch.cat(both, -1)
-    return torch.cat((found, rest), -1)
+    halves = low * cosine - high * sine, high * cosine + low * sine
+    joined = torch.stack(halves, -1).flatten(-2) if call.interleaved else torch.cat(halves, -1)
+    return torch.cat((joined, unturned), -1)
 
 
 def _narrow(rows: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None) -> torch.Tensor:
@@ -186,10 +186,10 @@ def _takes(call: Append) -> bool:
     if guards.unserved(every) is not None:
         return False
     return all(
-        one.stride(-1) == 1
-        and one.data_ptr() % (VECTOR * one.element_size()) == 0
-        and all(step >= 0 and step % VECTOR == 0 for step in one.stride()[:-1])
-        for one in wide
+        rows.stride(-1) == 1
+        and rows.data_ptr() % (VECTOR * rows.element_size()) == 0
+        and all(step >= 0 and step % VECTOR == 0 for step in rows.stride()[:-1])
+        for rows in wide
     )
 
 
@@ -227,12 +227,12 @@ def _launch(kernel: LoadedKernel, call: Append) -> None:
     for name, tensor in (("key_cache", cache), ("value_cache", call.value_cache)):
         steps = zip(("page", "slot", "head"), tensor.stride(), strict=False)
         integers |= {f"{name}_{part}": step for part, step in steps}
-    given, numbers, _ = PAGED_APPEND.arguments.ordered(
-        {name: 0 if one is None else one.data_ptr() for name, one in tensors.items()}, integers, {}
+    pointers, numbers, _ = PAGED_APPEND.arguments.ordered(
+        {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}, integers, {}
     )
     with devices.use(index):
         devices.bind(index)
-        kernel.launch(given, numbers, (), 0, devices.stream_of(index))
+        kernel.launch(pointers, numbers, (), 0, devices.stream_of(index))
 
 
 def _is_proven(device: torch.device, kernel: LoadedKernel) -> bool:
@@ -258,8 +258,8 @@ def _drawn(device: torch.device, dtype: torch.dtype, is_e4m3: bool, number: int)
     tokens = sum(queries) + 2
 
     def rows(count: int) -> torch.Tensor:
-        made = torch.randn(tokens, count, width, generator=draw, device=device)
-        return (8 * made).to(dtype)
+        drawn = torch.randn(tokens, count, width, generator=draw, device=device)
+        return (8 * drawn).to(dtype)
 
     kind = torch.float8_e4m3fn if is_e4m3 else dtype
     halves = torch.zeros(9, heads_kv, size, 2 * width, device=device).to(kind).transpose(1, 2)
@@ -297,22 +297,22 @@ def _checked(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype} "
             "(allowed: torch.float16 or torch.bfloat16, one for all)"
         )
-    made = query.new_empty(query.shape, dtype=key_cache.dtype) if out is None else out
-    like = query if key_cache.dtype == query.dtype else made
+    result = query.new_empty(query.shape, dtype=key_cache.dtype) if out is None else out
+    like = query if key_cache.dtype == query.dtype else result
     if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ConfigError(
             f"the caches are {key_cache.dtype} (allowed: {query.dtype} or torch.float8_e4m3fn)"
         )
-    if (made.shape, made.dtype, made.device) != (query.shape, key_cache.dtype, query.device):
+    if (result.shape, result.dtype, result.device) != (query.shape, key_cache.dtype, query.device):
         raise ConfigError(
-            f"out is {made.dtype} {tuple(made.shape)} on {made.device} "
+            f"out is {result.dtype} {tuple(result.shape)} on {result.device} "
             f"(allowed: {key_cache.dtype} {tuple(query.shape)} on {query.device})"
         )
     checked(like, key_cache, value_cache, page_table, seqused_k, starts, None, None, None)
-    wanted = query.shape[0], key_cache.shape[2], query.shape[2]
-    if key.shape != wanted or value.shape != wanted:
+    sizes = query.shape[0], key_cache.shape[2], query.shape[2]
+    if key.shape != sizes or value.shape != sizes:
         raise ConfigError(
-            f"key {tuple(key.shape)}, value {tuple(value.shape)} (allowed: {wanted}, as the "
+            f"key {tuple(key.shape)}, value {tuple(value.shape)} (allowed: {sizes}, as the "
             "queries and caches)"
         )
     if query.shape[2] % _STEP:
@@ -332,5 +332,5 @@ def _checked(
             )
     return Append(
         *(query, key, value, key_cache, value_cache, page_table, seqused_k, starts),
-        *(cosine, sine, bool(interleaved), checked_scales(made, key_cache, scales), made),
+        *(cosine, sine, bool(interleaved), checked_scales(result, key_cache, scales), result),
     )

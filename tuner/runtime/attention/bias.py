@@ -33,8 +33,8 @@ def as_operand(
     if mask.dim() not in (2, 3, 4) or query.dim() != 4 or key.dim() != 4:
         return Refusal(Kind.MASK, "it is not (SQ, SKV) with heads and batch before them")
     whole = mask[(None,) * (4 - mask.dim())]
-    wanted = (*query.shape[:3], key.shape[2])
-    if any(size not in (1, full) for size, full in zip(whole.shape, wanted, strict=True)):
+    sizes = (*query.shape[:3], key.shape[2])
+    if any(size not in (1, full) for size, full in zip(whole.shape, sizes, strict=True)):
         return Refusal(Kind.MASK, "it does not broadcast to the scores")
     return whole
 
@@ -116,5 +116,5 @@ def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not isinstance(mask, CausalBias):
         return mask
     is_lower_right = mask.variant == CausalVariant.LOWER_RIGHT
-    seen = torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool, device=device)
-    return seen.tril(mask.seq_len_kv - mask.seq_len_q if is_lower_right else 0)
+    visible = torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool, device=device)
+    return visible.tril(mask.seq_len_kv - mask.seq_len_q if is_lower_right else 0)

@@ -140,10 +140,10 @@ def check_tables(tables: BlockTables, query: torch.Tensor, key: torch.Tensor) ->
     batch, heads = query.shape[:2]
     rows, columns = (-(-t.shape[2] // BLOCK_SIZE) for t in (query, key))
     counts = tuple(tables.counts.shape)
-    found = [(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tables]
+    actual = [(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tables]
     tails = (2,), (columns,), (columns, BLOCK_SIZE, BLOCK_SIZE // 32)
-    wanted = [((*counts[:2], rows, *tail), torch.int32, True) for tail in tails]
-    if found != wanted or counts[0] not in (1, batch) or counts[1] not in (1, heads):
+    expected = [((*counts[:2], rows, *tail), torch.int32, True) for tail in tails]
+    if actual != expected or counts[0] not in (1, batch) or counts[1] not in (1, heads):
         raise ConfigError(
             f"block_counts {counts} of {tables.counts.dtype} and the other tables are not for "
             f"{rows} blocks of queries and {columns} of keys (allowed: contiguous int32 tables of "
@@ -160,18 +160,18 @@ def tables_of(mask: Mask) -> BlockTables | Refusal:
     """
     if isinstance(mask, BlockTables):
         return mask
-    known = _known.setdefault(mask, {})
+    tables = _known.setdefault(mask, {})
     stream = devices.stream_of(mask.kv_num_blocks.get_device())
-    if stream in known:
-        return known[stream]
+    if stream in tables:
+        return tables[stream]
     if devices.is_capturing():  # tables enqueued before the capture are ready in it
-        made = next(iter(known.values()), None)
-        return once(Kind.CAPTURING, "call once before") if made is None else made
+        whole = next(iter(tables.values()), None)
+        return once(Kind.CAPTURING, "call once before") if whole is None else whole
     with torch.no_grad():
-        made = known[stream] = tabulated(mask)
+        whole = tables[stream] = tabulated(mask)
     if made_of(mask) is None:
-        setattr(mask, _ATTRIBUTE, made)
-    return made
+        setattr(mask, _ATTRIBUTE, whole)
+    return whole
 
 
 def tabulated(mask: BlockMask) -> BlockTables:
@@ -192,7 +192,7 @@ def tabulated(mask: BlockMask) -> BlockTables:
         bits.append(of_blocks)
     state = torch.cat(states, 2)
     order = state.argsort(dim=-1, stable=True)
-    counts = torch.stack([(state == one).sum(-1, dtype=torch.int32) for one in (0, 1)], -1)
+    counts = torch.stack([(state == value).sum(-1, dtype=torch.int32) for value in (0, 1)], -1)
     every = torch.cat(bits, 2)
     ordered = every.gather(3, order[..., None, None].expand(every.shape))
     return BlockTables(counts.contiguous(), order.int(), ordered)
@@ -207,8 +207,8 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor | None, mask: BlockMask)
     is_used = places < counts[..., None]
     # Entries behind the last block of a row go to a column that is dropped.
     to = torch.where(is_used, indices, columns).long()
-    found = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
-    return found.scatter_(-1, to, True)[..., :columns]
+    marked = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return marked.scatter_(-1, to, True)[..., :columns]
 
 
 def _seen(
@@ -229,18 +229,18 @@ def _seen(
     return whole | (listed & inside)
 
 
-def _blocks(seen: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks(visible: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """State and bits of each block of 128 queries and 128 keys.
 
     The state is 0 when all pairs are seen, 1 when some are, 2 when none is. The bits are int32 (B,
     H, rows, columns, 128, 4).
     """
-    behind_q = -seen.shape[2] % BLOCK_SIZE
-    behind_k = columns * BLOCK_SIZE - seen.shape[3]
+    behind_q = -visible.shape[2] % BLOCK_SIZE
+    behind_k = columns * BLOCK_SIZE - visible.shape[3]
     pad = torch.nn.functional.pad
     # Rows behind the last query are never stored: they hide nothing.
-    seen = pad(pad(seen, (0, behind_k)), (0, 0, 0, behind_q), value=True)
-    blocks = seen.unflatten(3, (columns, BLOCK_SIZE)).unflatten(2, (-1, BLOCK_SIZE))
+    visible = pad(pad(visible, (0, behind_k)), (0, 0, 0, behind_q), value=True)
+    blocks = visible.unflatten(3, (columns, BLOCK_SIZE)).unflatten(2, (-1, BLOCK_SIZE))
     of_rows = blocks.transpose(3, 4)  # (B, H, rows, columns, 128 queries, 128 keys)
     is_any = of_rows.flatten(-2).any(-1)
     if behind_q:
@@ -249,6 +249,6 @@ def _blocks(seen: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tenso
     state = 2 - is_any.int() - (is_any & of_rows.flatten(-2).all(-1)).int()
     # Eight keys are four pairs; each of the four words of a row holds one pair of every eight keys.
     pairs = of_rows.unflatten(-1, (BLOCK_SIZE // 8, 4, 2)).transpose(-3, -2)
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=seen.device)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=visible.device)
     bytes_ = (pairs.flatten(-3).unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
     return state, bytes_.view(torch.int32)

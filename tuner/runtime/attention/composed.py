@@ -118,24 +118,24 @@ def compose(
         (B, H, SQ, D), of the query's type.
     """
     length, keys = query.shape[-2], key.shape[-2]
-    seen = length if extras.left < 0 else min(length, keys + extras.left)
-    mask = _mask(seen, keys, is_causal, extras, query.device)
+    visible = length if extras.left < 0 else min(length, keys + extras.left)
+    mask = _mask(visible, keys, is_causal, extras, query.device)
     if attn_mask is not None:
         whole = with_elements(attn_mask, query.device)
-        given = whole if whole.shape[-2] == 1 else whole[..., :seen, :]
-        if given.dtype == torch.bool:
-            mask = given if mask is None else given & mask
+        bias = whole if whole.shape[-2] == 1 else whole[..., :visible, :]
+        if bias.dtype == torch.bool:
+            mask = bias if mask is None else bias & mask
         else:
-            mask = given if mask is None else given.masked_fill(~mask, -math.inf)
-    rows = query[..., :seen, :]
+            mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+    rows = query[..., :visible, :]
     if extras.softcap:
         out = _capped(rows, key, value, mask, dropout_p, scale, enable_gqa, extras.softcap)
     else:
         options = mask, dropout_p, False, scale, enable_gqa
         out = native.attend(rows, key, value, *options)
-    if seen == length:
+    if visible == length:
         return out
-    return torch.cat([out, out.new_zeros(*out.shape[:-2], length - seen, out.shape[-1])], dim=-2)
+    return torch.cat([out, out.new_zeros(*out.shape[:-2], length - visible, out.shape[-1])], dim=-2)
 
 
 def _mask(
@@ -149,10 +149,10 @@ def _mask(
         return None
     rows = torch.arange(first, first + queries, device=device)[:, None]
     away = torch.arange(keys, device=device) - rows
-    seen = torch.ones_like(away, dtype=torch.bool)
+    visible = torch.ones_like(away, dtype=torch.bool)
     if extras.left >= 0:
-        seen = seen & (away >= -extras.left)
-    return seen & (away <= right) if right >= 0 else seen
+        visible = visible & (away >= -extras.left)
+    return visible & (away <= right) if right >= 0 else visible
 
 
 def _capped(

@@ -190,5 +190,5 @@ def _with_mask(call: AttentionCall, mask: torch.Tensor) -> AttentionCall:
         return call._replace(operand=as_operand(mask, query, key, call.is_causal))
     if right == 0:
         return call._replace(attn_mask=None, is_causal=True)
-    seen = right if extras.right < 0 else min(right, extras.right)
-    return call._replace(extras=extras._replace(right=seen))
+    last = right if extras.right < 0 else min(right, extras.right)
+    return call._replace(extras=extras._replace(right=last))

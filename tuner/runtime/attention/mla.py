@@ -61,8 +61,8 @@ class Decode(_Decode, Call):
 
     def kind(self) -> Hashable:
         batch, queries, heads, _, size, longest = self.sizes
-        kept = self.query.dtype, self.query.device, self.scale
-        return "latent", queries, heads, size, rounded(batch), rounded(longest), *kept
+        facts = self.query.dtype, self.query.device, self.scale
+        return "latent", queries, heads, size, rounded(batch), rounded(longest), *facts
 
     def pose(self) -> Posed:
         batch, queries, heads, pages, size, longest = self.sizes
@@ -177,9 +177,9 @@ def mla_decode(
     """
     check(query, cache, block_table, lengths, scale, out)
     if torch.compiler.is_compiling():
-        made, lse = torch.ops.tuner.mla_decode(query, cache, block_table, lengths, scale)
-        made = made if out is None else out.copy_(made)
-        return (made, lse) if return_lse else made
+        output, lse = torch.ops.tuner.mla_decode(query, cache, block_table, lengths, scale)
+        output = output if out is None else out.copy_(output)
+        return (output, lse) if return_lse else output
     return _answered(query, cache, block_table, lengths, scale, return_lse, out)
 
 
@@ -207,8 +207,8 @@ def composed(call: Decode, precision: torch.dtype = torch.float32) -> None:
         pages = call.block_table[b, : -(-length // size)].long()
         rows = call.cache[pages].reshape(-1, LATENT_DIM)[:length].to(precision)
         scores = torch.einsum("qhd,kd->hqk", call.query[b].to(precision), rows) * call.scale
-        seen = torch.arange(1 - queries, 1, device=rows.device)[:, None] + length
-        hidden = torch.arange(length, device=rows.device) >= seen
+        visible = torch.arange(1 - queries, 1, device=rows.device)[:, None] + length
+        hidden = torch.arange(length, device=rows.device) >= visible
         lse = torch.logsumexp(scores.masked_fill_(hidden, -torch.inf), -1)
         weights = torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None])
         call.out[b] = torch.einsum("hqk,kd->qhd", weights, rows[:, :LATENT_VALUE_DIM]).to(
@@ -265,14 +265,14 @@ def check(
         )
     if not scale > 0:
         raise ConfigError(f"scale={scale} (allowed: positive)")
-    wanted = (*query.shape[:3], LATENT_VALUE_DIM)
+    sizes = (*query.shape[:3], LATENT_VALUE_DIM)
     if out is not None and (out.shape, out.dtype, out.device, out.stride(-1)) != (
-        *(wanted, query.dtype, query.device),
+        *(sizes, query.dtype, query.device),
         1,
     ):
         raise ConfigError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device} "
-            f"(allowed: {query.dtype} {wanted} on {query.device}, contiguous columns)"
+            f"(allowed: {query.dtype} {sizes} on {query.device}, contiguous columns)"
         )
 
 

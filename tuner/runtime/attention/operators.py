@@ -178,15 +178,15 @@ def run_with_lse(
         value: as the key.
         compose: both by PyTorch, for what the plan refuses; the reason is counted.
     """
-    found: tuple[torch.Tensor, torch.Tensor] | Refusal
+    answer: tuple[torch.Tensor, torch.Tensor] | Refusal
     if isinstance(plan, Refusal):
-        found = plan
+        answer = plan
     else:
-        found = table.run_with_lse(plan, query, key, value) if plan.has_lse else without_lse(plan)
-    if isinstance(found, Refusal):
-        counters.count_fallback(found.reason)
-        found = compose()
-    out, lse = found
+        answer = table.run_with_lse(plan, query, key, value) if plan.has_lse else without_lse(plan)
+    if isinstance(answer, Refusal):
+        counters.count_fallback(answer.reason)
+        answer = compose()
+    out, lse = answer
     return guards.laid_out_as(query, out), lse.contiguous()
 
 

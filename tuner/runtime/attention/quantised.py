@@ -93,7 +93,7 @@ class QuantisedCall(_Quantised, Call):
 
 
 def _checked(tensors: Tensors, descales: tuple[torch.Tensor | None, ...]) -> Tensors:
-    found = []
+    factors = []
     for name, tensor, factor in zip("qkv", tensors, descales, strict=True):
         if tensor.dtype not in guards.QUANTISED:
             raise ConfigError(
@@ -101,14 +101,14 @@ def _checked(tensors: Tensors, descales: tuple[torch.Tensor | None, ...]) -> Ten
             )
         if tensor.dim() != 4:
             raise ConfigError(f"{name} is {tuple(tensor.shape)} (allowed: (B, H, S, D))")
-        wanted = tuple(tensor.shape[:2])
+        sizes = tuple(tensor.shape[:2])
         if factor is None:
-            raise ConfigError(f"descale_{name} is missing (allowed: fp32 {wanted})")
-        if factor.dtype != torch.float32 or tuple(factor.shape) != wanted:
+            raise ConfigError(f"descale_{name} is missing (allowed: fp32 {sizes})")
+        if factor.dtype != torch.float32 or tuple(factor.shape) != sizes:
             shape = tuple(factor.shape)
             raise ConfigError(
-                f"descale_{name} is {factor.dtype} {shape} (allowed: torch.float32 {wanted})"
+                f"descale_{name} is {factor.dtype} {shape} (allowed: torch.float32 {sizes})"
             )
-        found.append(factor.contiguous())
-    query, key, value = found
+        factors.append(factor.contiguous())
+    query, key, value = factors
     return query, key, value

@@ -103,8 +103,8 @@ class SparseCall(_Sparse, Call):
         if self.with_lse:
             options["return_aux"] = AuxRequest(lse=True)
         is_fused = query.device.type == devices.TYPE and not torch.compiler.is_compiling()
-        found = (_compiled() if is_fused else flex_attention)(query, key, value, **options)
-        return (found[0], found[1].lse) if self.with_lse else found
+        answer = (_compiled() if is_fused else flex_attention)(query, key, value, **options)
+        return (answer[0], answer[1].lse) if self.with_lse else answer
 
     def _of_nothing(self) -> Any:
         """The answer where there are no queries or no keys, which FlexAttention does not take."""

@@ -118,10 +118,10 @@ class VarlenCall(_Packed, Call):
 
     def run_with_lse(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
         """As `run`, with the log-sum-exp, fp32 (1, H, total_q)."""
-        found = table.run_with_lse(*self._launch(plan))
-        if isinstance(found, Refusal):
-            return found
-        out, lse = found
+        answer = table.run_with_lse(*self._launch(plan))
+        if isinstance(answer, Refusal):
+            return answer
+        out, lse = answer
         return out[0].transpose(0, 1), lse
 
     def _launch(self, plan: Plan) -> tuple[Any, ...]:
@@ -139,13 +139,13 @@ class VarlenCall(_Packed, Call):
         of_keys = _ends(self.starts_kv, "cu_seqlens_kv", key.shape[0], self.longest_kv)
         done = []
         for (first, last), keys in zip(pairwise(of_queries), pairwise(of_keys), strict=True):
-            rows, seen = query[first:last], slice(*keys)
+            rows, span = query[first:last], slice(*keys)
             if len(rows) and keys[0] < keys[1]:
-                one, keys_of, values_of = (
-                    t.transpose(0, 1)[None] for t in (rows, key[seen], value[seen])
+                row, keys_of, values_of = (
+                    t.transpose(0, 1)[None] for t in (rows, key[span], value[span])
                 )
                 options = None, 0.0, self.is_causal, self.scale, self.enable_gqa
-                out = native.attend(one, keys_of, values_of, *options)
+                out = native.attend(row, keys_of, values_of, *options)
                 done.append(out[0].transpose(0, 1))
             else:
                 done.append(rows.new_zeros(*rows.shape[:2], value.shape[2]))
@@ -229,10 +229,10 @@ class PackedGradientsCall(_PackedGradients, PlannedCall):
             plan = plan.sized(problem, call.scale)
         *tensors, lse, grad_out, starts_q, starts_kv = self.inputs
         laid = [t.transpose(0, 1)[None] for t in (*tensors, grad_out)]
-        found = table.run_all(plan, *laid[:4], lse, laid[4], starts_q, starts_kv)
-        if isinstance(found, Refusal):
-            return found
-        return tuple(grad[0].transpose(0, 1) for grad in found)
+        answer = table.run_all(plan, *laid[:4], lse, laid[4], starts_q, starts_kv)
+        if isinstance(answer, Refusal):
+            return answer
+        return tuple(grad[0].transpose(0, 1) for grad in answer)
 
 
 def attention_varlen(
@@ -359,19 +359,19 @@ def _sized(
 
 def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]:
     """`starts` as integers on the host, checked; waits for the device."""
-    found: list[int] = starts.tolist()
-    lengths = [end - start for start, end in pairwise(found)]
+    ends: list[int] = starts.tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
     falls = min(lengths, default=0) < 0
-    if found[0] != 0 or falls or found[-1] > rows:
+    if ends[0] != 0 or falls or ends[-1] > rows:
         raise ConfigError(
-            f"{name} runs from {found[0]} to {found[-1]}{', not in order' if falls else ''} "
+            f"{name} runs from {ends[0]} to {ends[-1]}{', not in order' if falls else ''} "
             f"(allowed: from 0, never decreasing, to {rows} at most)"
         )
     if max(lengths, default=0) > longest:
         raise ConfigError(
             f"{name} has a sequence of {max(lengths)} (allowed: up to max_seqlen, {longest})"
         )
-    return found
+    return ends
 
 
 def _attend_recorded(call: VarlenCall) -> torch.Tensor | None:
@@ -392,8 +392,8 @@ def _attend_recorded(call: VarlenCall) -> torch.Tensor | None:
 
     def backward(inputs: Tensors, out: Any, lse: Any, grad_out: Any) -> Tensors | Refusal:
         posed = _gradients_of(call._replace(**_named(inputs)), out, lse, grad_out.contiguous())
-        found = find(posed)
-        return posed.run(found) if isinstance(found, Plan) else found
+        plan = find(posed)
+        return posed.run(plan) if isinstance(plan, Plan) else plan
 
     def compose(*inputs: torch.Tensor) -> torch.Tensor:
         return call._replace(**_named(inputs)).by_pytorch()

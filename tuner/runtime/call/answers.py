@@ -171,27 +171,25 @@ class Answers:
         if invariance.is_on():
             return self._invariant(posed, device), True
         # The portfolio's choices depend on the proofs, and are made in `_choose`.
-        found = lookup(problem, gpu=devices.gpu_of(device), path=self.path, with_portfolio=False)
-        own = None if found is None else self._resolve(posed, found, device)
-        is_measured = found is not None and found.entry.provenance is Provenance.MEASURED
+        answer = lookup(problem, gpu=devices.gpu_of(device), path=self.path, with_portfolio=False)
+        own = None if answer is None else self._resolve(posed, answer, device)
+        is_measured = answer is not None and answer.entry.provenance is Provenance.MEASURED
         stands_in = is_final = False
-        if own is not None and found is not None:
-            entry = found.entry
+        if own is not None and answer is not None:
+            entry = answer.entry
             stands_in = own.is_vendors and entry.winner not in entry.vendors.values()
             is_final = isinstance(own.plan, Plan) or (is_measured and own.until == math.inf)
-        chosen = None
+        plan = None
         if stands_in or not is_final:
-            chosen = self._choose(posed, device)
-        wanted = KernelPlan if stands_in else Plan
-        if own is not None and (
-            chosen is None or (is_measured and not isinstance(chosen.plan, wanted))
-        ):
+            plan = self._choose(posed, device)
+        kind = KernelPlan if stands_in else Plan
+        if own is not None and (plan is None or (is_measured and not isinstance(plan.plan, kind))):
             return self._bounded(own, is_strided), True
-        if chosen is None:
+        if plan is None:
             label = problem.label()
             text = f"{label} (tuner sweep --op {problem.op} --shape {label})"
-            chosen, is_strided = CachedPlan.of(problem, Refusal(Kind.MISS, text)), False
-        return self._bounded(chosen, is_strided and chosen.until == math.inf), False
+            plan, is_strided = CachedPlan.of(problem, Refusal(Kind.MISS, text)), False
+        return self._bounded(plan, is_strided and plan.until == math.inf), False
 
     def _invariant(self, posed: Posed, device: int) -> CachedPlan:
         """Kernel of the class of the problem's layer, the fastest that runs here."""
@@ -253,13 +251,13 @@ class Answers:
 
     def _flag(self, answer: LookupResult) -> None:
         """Warn once about entries that were measured in another environment."""
-        found = "; ".join(differences(answer.entry, devices.environment()))
-        if found and found not in self._flagged:
-            self._flagged.add(found)
+        changes = "; ".join(differences(answer.entry, devices.environment()))
+        if changes and changes not in self._flagged:
+            self._flagged.add(changes)
             _log.warning(
                 "serving decisions of another environment (%s): "
                 "tuner entries revalidate times them here",
-                found,
+                changes,
             )
 
 

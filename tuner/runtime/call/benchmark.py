@@ -129,21 +129,21 @@ class Journal:
             StoreBusyError: when another process holds the lock for longer than `WAIT_S`.
         """
         with self._lock, self._alone():
-            found = self.find(problem, gpu)
-            if found is not None and found != ended:
-                return found
+            candidates = self.find(problem, gpu)
+            if candidates is not None and candidates != ended:
+                return candidates
             times = _time(contenders, run, is_cold=is_cold)
             if times is None:
                 return None
-            chosen = _fastest(times)
-            self._write(problem, gpu, chosen)
-            self._known[_key(problem, gpu)] = chosen
-        name = "PyTorch's" if chosen.config is None else chosen.config.family
+            fastest = _fastest(times)
+            self._write(problem, gpu, fastest)
+            self._known[_key(problem, gpu)] = fastest
+        name = "PyTorch's" if fastest.config is None else fastest.config.family
         _log.info(
             "%s: timed here: %s %.1f us, PyTorch's %.1f",
-            *(problem.label(), name, chosen.us, chosen.pytorch_us),
+            *(problem.label(), name, fastest.us, fastest.pytorch_us),
         )
-        return chosen
+        return fastest
 
     def _refresh(self) -> None:
         """Read the lines added since the last look; count damaged ones and skip them."""
@@ -183,12 +183,12 @@ class Journal:
         """
         with contextlib.ExitStack() as stack:
             try:
-                held = stack.enter_context(ArtifactCache().lock(_LOCK, wait_s=self._wait_s))
+                alone = stack.enter_context(ArtifactCache().lock(_LOCK, wait_s=self._wait_s))
             except StoreError as exc:
                 counters.count_error(f"each process times kernels for itself: {exc}")
             else:
-                self._wait_s = WAIT_S if held else 0.0
-                if not held:
+                self._wait_s = WAIT_S if alone else 0.0
+                if not alone:
                     raise StoreBusyError("another process is timing kernels (it holds the lock)")
             yield
 

@@ -46,10 +46,10 @@ class Stats:
     @property
     def answers(self) -> Mapping[str, int]:
         """Calls by who answered: ``own``, ``pytorch`` (or an engine's kernel), and peers."""
-        found = Counter(self.peers)
-        found["own"] += self.hits - sum(self.peers.values())
-        found["pytorch"] += sum(self.fallbacks.values())
-        return dict(found.most_common())
+        total = Counter(self.peers)
+        total["own"] += self.hits - sum(self.peers.values())
+        total["pytorch"] += sum(self.fallbacks.values())
+        return dict(total.most_common())
 
 
 class _Counts:
@@ -85,15 +85,15 @@ def stats(reset: bool = False) -> Stats:
             *more, more_fallbacks = source(reset)
             hits = [a + b for a, b in zip(hits, more, strict=True)]
             fallbacks.update(more_fallbacks)
-        peers, errors = (dict(each.most_common()) for each in (_counts.peers, _counts.errors))
+        peers, errors = (dict(counter.most_common()) for counter in (_counts.peers, _counts.errors))
         all_hits, selected = hits
-        found = Stats(all_hits, selected, dict(fallbacks.most_common()), errors, peers)
+        stats = Stats(all_hits, selected, dict(fallbacks.most_common()), errors, peers)
         if reset:
             _counts.hits = _counts.portfolio_hits = 0
             _counts.peers.clear()
             _counts.fallbacks.clear()
             _counts.errors.clear()
-    return found
+    return stats
 
 
 def count_hit(by_portfolio: bool = False, owner: str = "") -> None:

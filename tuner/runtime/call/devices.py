@@ -34,10 +34,10 @@ def gpu_of(index: int) -> Gpu:
     description has those that its driver reports.
     """
     if index not in _gpus:
-        found = torch.cuda.get_device_properties(index)
-        name, capability = found.name, f"{found.major}.{found.minor}"
-        gpu = Gpu(name, capability, found.multi_processor_count, 0, 0.0, 0)
-        shipped = (known for known in GPUS.values() if known.identity == gpu.identity)
+        facts = torch.cuda.get_device_properties(index)
+        name, capability = facts.name, f"{facts.major}.{facts.minor}"
+        gpu = Gpu(name, capability, facts.multi_processor_count, 0, 0.0, 0)
+        shipped = (spec for spec in GPUS.values() if spec.identity == gpu.identity)
         _gpus[index] = next(shipped, None) or _reported(gpu, index)
     return _gpus[index]
 

@@ -100,10 +100,10 @@ def load_built(then: Callable[[], None]) -> bool:
     try:
         from tuner.compile import dispatcher
 
-        found = dispatcher.find(ArtifactCache())
-        if found is None:
+        library = dispatcher.find(ArtifactCache())
+        if library is None:
             return False
-        use(load(found))
+        use(load(library))
     except _UNLOADABLE as exc:
         _log.info("no dispatcher, calls go through Python: %s", exc)
         return False
@@ -123,8 +123,8 @@ def _prepare() -> None:
     atexit.register(processes.kill)
     try:
         cache = ArtifactCache()
-        found = dispatcher.find(cache) or dispatcher.build(cache, processes)
-        use(load(found))
+        library = dispatcher.find(cache) or dispatcher.build(cache, processes)
+        use(load(library))
     except _UNLOADABLE as exc:
         _log.warning(
             "no dispatcher, calls go through Python, and tuner.enable overrides nothing: %s", exc
@@ -199,8 +199,8 @@ def put(
     if lengths is not None:
         steps, first, last = lengths.steps, lengths.first, lengths.last
     source = _PORTFOLIO if plan.by_portfolio else _EXACT
-    made = (plan.shape, plan.strides, plan.workspace_bytes, source, steps)
-    _module.put(OPERATIONS.index(operation), arguments, made, first, last, generation)
+    row = (plan.shape, plan.strides, plan.workspace_bytes, source, steps)
+    _module.put(OPERATIONS.index(operation), arguments, row, first, last, generation)
 
 
 def generation() -> int:

@@ -101,8 +101,8 @@ def _match(query: torch.Size, key: torch.Size, value: torch.Size, mask: torch.Si
         return False
     if mask is None:
         return True
-    wanted = (batch, heads, length, keys)[4 - len(mask) :]
-    pairs = zip(mask, wanted, strict=False)
+    sizes = (batch, heads, length, keys)[4 - len(mask) :]
+    pairs = zip(mask, sizes, strict=False)
     return len(mask) <= 4 and all(size in (1, full) for size, full in pairs)
 
 

@@ -160,12 +160,12 @@ def _fit(lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Line, .
     """
     fitted: list[Line] = []
     for values in zip(*rows, strict=True):
-        slope, rest = 0, 0
+        slope, offset = 0, 0
         if len(lengths) > 1:
-            slope, rest = divmod(values[-1] - values[0], lengths[-1] - lengths[0])
+            slope, offset = divmod(values[-1] - values[0], lengths[-1] - lengths[0])
         base = values[0] - slope * lengths[0]
         on_line = (base + slope * x == y for x, y in zip(lengths, values, strict=True))
-        if rest or not all(on_line):
+        if offset or not all(on_line):
             return None
         fitted.append((base, slope))
     return tuple(fitted)

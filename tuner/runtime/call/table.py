@@ -102,10 +102,10 @@ class PlanTable:
         if dispatch.is_loaded() or invariance.was_on:
             return False
         self.refresh(tensor)
-        known = self.get(kind)
-        if not isinstance(known, Refusal):
+        refusal = self.get(kind)
+        if not isinstance(refusal, Refusal):
             return False
-        counters.count_fallback(known.reason)
+        counters.count_fallback(refusal.reason)
         return True
 
     def find_out(

@@ -115,20 +115,20 @@ def run(
         cache: the engine's, with the step's keys and values, as the form's layout takes it.
         out: (tokens or more, H, D), contiguous.
     """
-    found = decide(step, form, kind, query, cache, out)
-    if isinstance(found, KernelPlan):
+    decision = decide(step, form, kind, query, cache, out)
+    if isinstance(decision, KernelPlan):
         keys, values = form.layout.starts(*cache)
         if guards.is_misaligned((query, keys, values, out)):
-            found = Refusal(Kind.MISALIGNED)
+            decision = Refusal(Kind.MISALIGNED)
         else:
             inputs = query, keys, values, step.table, step.used, step.starts
-            others = () if form.sinks is None else (form.sinks,)
-            answer = table.run_into(found, out, None, *inputs, *others, *form.scales)
+            extra = () if form.sinks is None else (form.sinks,)
+            answer = table.run_into(decision, out, None, *inputs, *extra, *form.scales)
             if not isinstance(answer, Refusal):
                 step.served += 1
                 return True
-            found = step.refusal = answer  # the next step looks up again
-    refuse(found, step)
+            decision = step.refusal = answer  # the next step looks up again
+    refuse(decision, step)
     return False
 
 
@@ -145,10 +145,10 @@ def decide(
     Arguments are as of `run`; the tensors' contents are not read.
     """
     key = kind, *_lies(query), *map(_lies, cache), *_lies(out)
-    found = step.decisions.get(key)
-    if found is None:
-        found = step.decisions[key] = _decided(step, form, query, cache, out)
-    return found
+    decision = step.decisions.get(key)
+    if decision is None:
+        decision = step.decisions[key] = _decided(step, form, query, cache, out)
+    return decision
 
 
 def refuse(reason: Refusal, step: EngineStep) -> None:
@@ -183,8 +183,8 @@ def _decided(
         return Refusal(Kind.CACHE_TYPE, f"{dtype}, {query.dtype}")
     if (limit := max_queries(step.engine.setting)) is not None and step.queries > limit:
         return Refusal(Kind.QUERIES, f"{step.engine.setting}={limit}")
-    wanted = query.shape, output_type(query)
-    if (out.shape, out.dtype) != wanted or not out.is_contiguous():
+    like = query.shape, output_type(query)
+    if (out.shape, out.dtype) != like or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
     try:
         call = _call(step, form, query, *pages)
@@ -259,4 +259,4 @@ def masks(metadata: Any, read: frozenset[str]) -> list[str]:
 
 @cache
 def _others(kind: type, read: frozenset[str]) -> tuple[tuple[str, Any], ...]:
-    return tuple((each.name, each.default) for each in fields(kind) if each.name not in read)
+    return tuple((field.name, field.default) for field in fields(kind) if field.name not in read)

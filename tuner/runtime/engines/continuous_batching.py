@@ -79,11 +79,11 @@ class _Layer(NamedTuple):
     def of(cls, cache: Any, index: int) -> _Layer:
         """Layer `index` of a `PagedAttentionCache`."""
         if (allocators := getattr(cache, "layer_to_allocator", None)) is not None:
-            found = allocators[index]
-            keys, values = found._kv_token_views[index]
-            size, window = found.tokens_per_page, getattr(found, "sliding_window", 0)
-            trash, zeros = found.write_trash_index, found.read_trash_index
-            return cls(found.index, keys, values, size, window, trash, zeros)
+            blocks = allocators[index]
+            keys, values = blocks._kv_token_views[index]
+            size, window = blocks.tokens_per_page, getattr(blocks, "sliding_window", 0)
+            trash, zeros = blocks.write_trash_index, blocks.read_trash_index
+            return cls(blocks.index, keys, values, size, window, trash, zeros)
         group, place = cache.layer_index_to_group_indices[index]
         keys, values = cache.key_cache[place], cache.value_cache[place]
         window = cache.sliding_windows[index]  # 1: none
@@ -111,26 +111,26 @@ class _Batch(NamedTuple):
     """int64 (rows,): slots of the new keys."""
 
     @classmethod
-    def of(cls, layer: _Layer, rows: int, given: Mapping[str, Any]) -> _Batch:
+    def of(cls, layer: _Layer, rows: int, options: Mapping[str, Any]) -> _Batch:
         """The batch that the keywords of a layer's attention describe."""
         kind = "sliding_attention" if layer.window else "full_attention"
-        starts_k, longest_kv = given["cu_seq_lens_k"], _either(given, "max_length_k")
+        starts_k, longest_kv = options["cu_seq_lens_k"], _either(options, "max_length_k")
         if isinstance(starts_k, Mapping):
             starts_k, longest_kv = starts_k[kind], longest_kv[kind]
-        table, starts_q = given.get("block_table"), given["cu_seq_lens_q"]
+        table, starts_q = options.get("block_table"), options["cu_seq_lens_q"]
         if table is not None:
             table, none = table[layer.group], starts_k.new_empty(0, dtype=torch.int64)
             longest_kv = table.shape[1] * layer.page_size
             return cls(starts_q, starts_k, 1, longest_kv, rows, table, none, none)
-        slots = given["read_index"][layer.group], given["write_index"][layer.group]
+        slots = options["read_index"][layer.group], options["write_index"][layer.group]
         # A sequence has at least as many keys as queries; a padded step may claim fewer.
-        longest_q = min(_either(given, "max_length_q"), longest_kv)
+        longest_q = min(_either(options, "max_length_q"), longest_kv)
         return cls(starts_q, starts_k, longest_q, longest_kv, rows, None, *slots)
 
 
-def _either(given: Mapping[str, Any], name: str) -> Any:
+def _either(options: Mapping[str, Any], name: str) -> Any:
     """A keyword, under its name in Transformers 5.23 or in 5.17."""
-    return given[name] if name in given else given[name.replace("length", "seqlen")]
+    return options[name] if name in options else options[name.replace("length", "seqlen")]
 
 
 class _Copies(NamedTuple):
@@ -187,18 +187,18 @@ class _Step:
 _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 
 
-def _group(cache: Any, index: int, layer: _Layer, rows: int, given: Mapping[str, Any]) -> _Group:
+def _group(cache: Any, index: int, layer: _Layer, rows: int, options: Mapping[str, Any]) -> _Group:
     """Tensors of the step for the layer's kind.
 
     Each pass makes them anew, even from the same tensors: a CUDA graph has to capture these
     operations.
     """
-    step, starts_q = _steps.get(cache), given["cu_seq_lens_q"]
+    step, starts_q = _steps.get(cache), options["cu_seq_lens_q"]
     if step is None or step.starts_q() is not starts_q or index <= step.layer:
         step = _steps[cache] = _Step(weakref.ref(starts_q))
     step.layer = index
     if layer.group not in step.groups:
-        step.groups[layer.group] = _derived(layer, _Batch.of(layer, rows, given))
+        step.groups[layer.group] = _derived(layer, _Batch.of(layer, rows, options))
     return step.groups[layer.group]
 
 
@@ -264,7 +264,7 @@ def forward(
     scaling: float | None,
     softcap: float | None,
     cache: Any,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> torch.Tensor:
     """Write a step's keys and values into the cache, and attend over it.
 
@@ -276,16 +276,16 @@ def forward(
         scaling: factor of the scores; 1/sqrt(D) when None.
         softcap: cap of the scaled scores; none when None.
         cache: Transformers' `PagedAttentionCache`.
-        given: the step's keywords, `KEYWORDS`.
+        options: the step's keywords, `KEYWORDS`.
 
     Returns:
         (1, rows, H, D). Rows of padding are undefined.
     """
     index: Any = module.layer_idx
     layer = _Layer.of(cache, index)
-    group = _group(cache, index, layer, query.shape[2], given)
+    group = _group(cache, index, layer, query.shape[2], options)
     rows = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    sinks = given.get("s_aux")
+    sinks = options.get("s_aux")
     out: torch.Tensor | None = None
     if layer.page_size % PAGE_MULTIPLE and not layer.window:
         slots = f"pages have {layer.page_size} slots (allowed: multiples of {PAGE_MULTIPLE})"
@@ -298,7 +298,7 @@ def forward(
             out = call.by_pytorch()
     if out is None:
         tensors = query, key, value
-        return _by_transformers(module, tensors, scaling, cache, layer, group, given)
+        return _by_transformers(module, tensors, scaling, cache, layer, group, options)
     if group.copies is not None:
         _write(layer, group, *rows[1:])
     return out[None]
@@ -353,9 +353,9 @@ def _by_transformers(
 ) -> torch.Tensor:
     """Transformers' own attention, with the mask that it would have made on the host."""
     invariance.forbid("Transformers' own attention")
-    known = AttentionInterface._global_mapping
+    mapping = AttentionInterface._global_mapping
     name = "paged|sdpa" if given.get("s_aux") is None else "paged|eager"
-    own = known.get(name) or known["sdpa"]
+    own = mapping.get(name) or mapping["sdpa"]
     slots = _every_slot(group, layer)
     if group.mask is None:
         group.mask = _mask(group, layer, tensors[0].dtype)
@@ -394,11 +394,11 @@ def _mask(group: _Group, layer: _Layer, dtype: torch.dtype) -> torch.Tensor:
         keys = _counted(count * room, group.lengths)
         owner, place = keys // room, keys % room
     mine = group.place_q[:, None]
-    seen = (group.owner_q[:, None] == owner) & (place <= mine)
+    visible = (group.owner_q[:, None] == owner) & (place <= mine)
     if layer.window:
-        seen &= place > mine - layer.window
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+        visible &= place > mine - layer.window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
 def _is_ours(config: Any) -> bool:
@@ -453,10 +453,10 @@ def _with_no_mask(self: Any, *arguments: Any, **options: Any) -> Any:
     """`ContinuousBatchingIOs.get_model_kwargs` with an empty mask, which models pass on unchanged;
     without a mask they would make one from the positions.
     """
-    made = _model_kwargs(self, *arguments, **options)
+    kwargs = _model_kwargs(self, *arguments, **options)
     if _is_ours(self.config):
-        made["attention_mask"] = torch.empty(1, 1, 0, 0, device=made["input_ids"].device)
-    return made
+        kwargs["attention_mask"] = torch.empty(1, 1, 0, 0, device=kwargs["input_ids"].device)
+    return kwargs
 
 
 def _hand_over(

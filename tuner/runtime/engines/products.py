@@ -49,9 +49,9 @@ def unproven(weight: torch.Tensor, scale: torch.Tensor) -> str:
     for count in _ROWS:
         a = weight.new_empty(count, columns)
         factors = quantiser.empty_factors(count, columns, weight.device)
-        given = a, weight.t(), factors, scale.t(), None, None, torch.bfloat16, True
-        if isinstance(found := serving.find(ScaledCall(*given)), Refusal):
-            return found.reason
+        arguments = a, weight.t(), factors, scale.t(), None, None, torch.bfloat16, True
+        if isinstance(plan := serving.find(ScaledCall(*arguments)), Refusal):
+            return plan.reason
     return ""
 
 
@@ -74,9 +74,9 @@ def experts(
         engine: the one that answers otherwise.
     """
     ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.int()
-    given = Layer(x, ids, weights, layer.w13_weight, layer.w2_weight, *scales, "zipf")
+    layer_call = Layer(x, ids, weights, layer.w13_weight, layer.w2_weight, *scales, "zipf")
     try:
-        return answer(given)
+        return answer(layer_call)
     except ConfigError as exc:
         count(refused(layer, str(exc)), engine)
         return None

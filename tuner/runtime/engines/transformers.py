@@ -196,7 +196,7 @@ def _batched(
     softcap: float | None,
     position_bias: torch.Tensor | None,
     cache: Any,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """A layer's attention in a step of continuous batching.
 
@@ -208,12 +208,12 @@ def _batched(
         raise ValueError(_refusal(f"{named} in continuous batching"))
     if continuous_batching is None or continuous_batching.UNSERVED or cache is None:
         arguments = module, query, key, value, mask
-        return _by_transformers(*arguments, scaling, softcap, cache, given)
-    for name in given:
-        if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
-            _check(name, given[name], None, key)
+        return _by_transformers(*arguments, scaling, softcap, cache, options)
+    for name in options:
+        if options[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
+            _check(name, options[name], None, key)
     tensors = query, key, value
-    return continuous_batching.forward(module, *tensors, scaling, softcap, cache, given), None
+    return continuous_batching.forward(module, *tensors, scaling, softcap, cache, options), None
 
 
 def _by_transformers(
@@ -225,7 +225,7 @@ def _by_transformers(
     scaling: float | None,
     softcap: float | None,
     cache: Any,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Transformers' own attention in a step that is not served, and a counted reason.
 
@@ -238,16 +238,16 @@ def _by_transformers(
     counters.count_fallback(Refusal(Kind.BATCHING, reason).reason, by="Transformers' own attention")
     if mask is None or (cache is not None and softcap is not None):
         raise ValueError(_refusal(f"continuous batching of such layers ({reason})"))
-    is_plain = softcap is None and given.get("s_aux") is None
+    is_plain = softcap is None and options.get("s_aux") is None
     own: Callable[..., tuple[torch.Tensor, None]] = sdpa_attention_forward
     if cache is not None:  # of a version in which the function updates it
         name = "paged|sdpa" if is_plain else "paged|eager"
         own = AttentionInterface._global_mapping.get(name) or own
-        given = {**given, "cache": cache}
+        options = {**options, "cache": cache}
     elif not is_plain:
         own = sys.modules[type(module).__module__].eager_attention_forward
-        given = given if softcap is None else {**given, "softcap": softcap}
-    out, *_ = native.call(own, module, query, key, value, mask, scaling=scaling, **given)
+        options = options if softcap is None else {**options, "softcap": softcap}
+    out, *_ = native.call(own, module, query, key, value, mask, scaling=scaling, **options)
     return out, None
 
 
@@ -268,7 +268,7 @@ def _refusal(what: str) -> str:
     return f"attn_implementation='{NAME}' has no {what}: use 'eager'"
 
 
-def _check(name: str, given: Any, mask: torch.Tensor | None, key: torch.Tensor) -> None:
+def _check(name: str, value: Any, mask: torch.Tensor | None, key: torch.Tensor) -> None:
     """Refuse a keyword that would be ignored although it changes the result.
 
     Raises:
@@ -277,18 +277,18 @@ def _check(name: str, given: Any, mask: torch.Tensor | None, key: torch.Tensor) 
     if name in _REFUSED:
         raise ValueError(_refusal(f"{_REFUSED[name]} ({name})"))
     if name == "output_attentions":
-        if given:
+        if value:
             raise ValueError(_refusal(f"attention weights to return ({name})"))
     elif name in _PACKED:
-        if mask is None and len(given) > 2:  # several sequences
+        if mask is None and len(value) > 2:  # several sequences
             raise ValueError(
                 f"attn_implementation='{NAME}' tells packed sequences by their mask, and {name} "
                 "comes without one: pass position_ids, or use 'flash_attention_2'"
             )
     elif name == "sliding_window":
-        if mask is None and isinstance(given, int) and 0 < given < key.shape[2]:
+        if mask is None and isinstance(value, int) and 0 < value < key.shape[2]:
             raise ValueError(
-                f"attn_implementation='{NAME}' knows a window by its mask, and {name}={given} "
+                f"attn_implementation='{NAME}' knows a window by its mask, and {name}={value} "
                 f"comes without one for {key.shape[2]} keys: use 'eager'"
             )
     else:
@@ -430,14 +430,14 @@ def _look(context: Any) -> None:
 def _counts_up(node: Any) -> bool:
     """True if a node of the graph is a `torch.arange` of step 1, perhaps shifted and expanded."""
     while node.op in ("call_function", "call_method"):
-        before, *others = node.args
+        before, *ends = node.args
         if node.target is torch.arange:
             return len(node.args) < 3 and "step" not in node.kwargs
         if node.target in (operator.add, torch.add):
-            numbers = [n for n in others if not isinstance(_value(n), torch.Tensor)]
+            numbers = [n for n in ends if not isinstance(_value(n), torch.Tensor)]
             if node.kwargs or len(numbers) != 1:
                 return False
-        elif (node.target, *others) != ("unsqueeze", 0) and node.target != "expand":
+        elif (node.target, *ends) != ("unsqueeze", 0) and node.target != "expand":
             return False
         node = before
     return False
@@ -461,8 +461,8 @@ def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
         comptime(_look)
         if _is_counted():
             return None
-    found: torch.Tensor | None = _find_packed(position_ids)
-    return found
+    lengths: torch.Tensor | None = _find_packed(position_ids)
+    return lengths
 
 
 _find_packed = masking_utils.find_packed_sequence_indices

@@ -94,10 +94,10 @@ def turn_experts_(model: torch.nn.Module) -> int:
 
 def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Both weights, the outputs' dimension before the inputs'."""
-    both = module.gate_up_proj, module.down_proj
+    weights = module.gate_up_proj, module.down_proj
     if getattr(module, "is_transposed", False):
-        return both[0].transpose(1, 2), both[1].transpose(1, 2)
-    return both
+        return weights[0].transpose(1, 2), weights[1].transpose(1, 2)
+    return weights
 
 
 def _gate(module: Any) -> OwnGate | None:
@@ -141,8 +141,8 @@ def _unlike(module: Any, plain: dict[str, Any]) -> Refusal | None:
 
 def _differing(module: Any, plain: dict[str, Any]) -> Refusal | None:
     for name, value in plain.items():
-        if (found := getattr(module, name, value)) != value:
-            return _refused(module, f"{name}={found}")
+        if (actual := getattr(module, name, value)) != value:
+            return _refused(module, f"{name}={actual}")
     return None
 
 

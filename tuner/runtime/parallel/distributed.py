@@ -226,14 +226,14 @@ class _Meeting:
     def _answer(self) -> _Answer:
         """The kernels for its GPU that this rank lacks and has, and its environment."""
         gpu, cache = devices.gpu_of(devices.current()), ArtifactCache()
-        wanted = {
+        subset = {
             key
             for entry in entries(self._path)
             if gpu.shares_decisions(entry.gpu)
             for measurement in entry.ranked
             for key in measurement.artifacts.values()
         }
-        lacking = sorted(key for key in wanted if cache.find(key) is None)
+        lacking = sorted(key for key in subset if cache.find(key) is None)
         proven = sorted(Lists().artifacts(gpu.compute_capability))
         facts = {"GPU": gpu.name, **devices.environment().facts}
         return _Answer(lacking, proven, gpu.identity, facts)

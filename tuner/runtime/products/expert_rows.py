@@ -72,10 +72,10 @@ class ComposedRows:
         at = at.masked_fill(at < 0, slots)
         return copies.index_copy(0, at, rows.repeat_interleave(places.shape[1], 0))[:slots]
 
-    def gate(self, both: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def gate(self, halves: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """(n, N): silu(gate) * up of (n, 2 N), gate before up, rounded once."""
-        gate, up = both.to(_accumulator(both)).chunk(2, -1)
-        return (functional.silu(gate) * up).to(both.dtype)
+        gate, up = halves.to(_accumulator(halves)).chunk(2, -1)
+        return (functional.silu(gate) * up).to(halves.dtype)
 
     def combine(
         self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
@@ -128,13 +128,13 @@ class LaunchedRows:
         return copies, factors
 
     def gate(
-        self, both: torch.Tensor, offsets: torch.Tensor, *, quantises: bool = False
+        self, halves: torch.Tensor, offsets: torch.Tensor, *, quantises: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `ComposedRows.gate`, of contiguous rows; and the factors, if quantised."""
-        rows, columns = both.shape[0], both.shape[1] // 2
-        products, factors = _empty(rows, columns, both.device, quantises=quantises)
+        rows, columns = halves.shape[0], halves.shape[1] // 2
+        products, factors = _empty(rows, columns, halves.device, quantises=quantises)
         block = _block_stride(factors, rows)
-        tensors = {"rows": both, "offsets": offsets, "out": products, "factors": factors}
+        tensors = {"rows": halves, "offsets": offsets, "out": products, "factors": factors}
         self._launch(_GATE, tensors, rows, len(offsets) - 1, columns, block=block)
         return products, factors
 

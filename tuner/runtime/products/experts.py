@@ -223,13 +223,13 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
     return rows.combine(outs, places, weights.contiguous())
 
 
-def _gated(call: Layer, gate: OwnGate, both: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _gated(call: Layer, gate: OwnGate, halves: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The down product behind a gate of its own, with biases; rows behind the last are anything."""
-    places = torch.arange(len(both), device=both.device)
+    places = torch.arange(len(halves), device=halves.device)
     experts = torch.searchsorted(offsets[1:], places, right=True).clamp_(max=len(call.down) - 1)
     if gate.gate_up_bias is not None:
-        both += gate.gate_up_bias[experts]
-    products = gate.function(both).contiguous()
+        halves += gate.gate_up_bias[experts]
+    products = gate.function(halves).contiguous()
     outs = grouped.grouped_mm(products, call.down, offsets, sizes=call.sizes)
     if gate.down_bias is not None:
         outs += gate.down_bias[experts]

@@ -105,11 +105,11 @@ def _factors(
     return of_rows, of_blocks.contiguous()
 
 
-def _factor(name: str, given: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
-    if given is None or given.dtype != torch.float32 or tuple(given.shape) != shape:
-        came = "missing" if given is None else f"{given.dtype} {tuple(given.shape)}"
+def _factor(name: str, factor: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    if factor is None or factor.dtype != torch.float32 or tuple(factor.shape) != shape:
+        came = "missing" if factor is None else f"{factor.dtype} {tuple(factor.shape)}"
         raise ConfigError(f"{name} is {came} (allowed: torch.float32 {shape})")
-    return given
+    return factor
 
 
 class _Groups(NamedTuple):

@@ -170,17 +170,17 @@ def _refusal_with_gradients(call: ProductCall) -> Refusal | None:
     refusal = guards.unserved(call.inputs) or guards.recast(call.a)
     if refusal is not None:
         return refusal
-    found = serving.find(call)
+    answer = serving.find(call)
     # Each of the three products has the same number of operations.
     has_much_work = 2 * call.a.numel() * call.b.shape[0] >= MIN_FLOPS_WITH_GRADIENTS
-    if _is_worth_it(found, has_much_work) or (has_much_work and _is_long_unaligned(call.b)):
+    if _is_worth_it(answer, has_much_work) or (has_much_work and _is_long_unaligned(call.b)):
         return None
     for gradient in call.gradients():
         kind, device = (call.a.device, gradient.kind()), call.a.get_device()
         plan = table.get(kind) or table.find_out(kind, None, gradient.pose, device)
         if _is_worth_it(plan, has_much_work):
             return None
-    return found if isinstance(found, Refusal) else Refusal(Kind.GRADIENT, "of little work")
+    return answer if isinstance(answer, Refusal) else Refusal(Kind.GRADIENT, "of little work")
 
 
 def _is_worth_it(plan: Plan | Refusal, has_much_work: bool) -> bool:

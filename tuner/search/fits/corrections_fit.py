@@ -94,10 +94,10 @@ CORRECTIONS: Mapping[str, Correction] = {
 """By rows of a product (tall ones are narrow) or one query, and by whose kernel is timed."""
 
 
-def _least(amounts: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+def _least(amounts: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
     import numpy as np
 
-    matrix, goal = np.array(amounts), np.array(wanted)
+    matrix, goal = np.array(amounts), np.array(targets)
     weights = np.ones(len(goal))
     for _ in range(STEPS):
         roots = np.sqrt(weights)
@@ -106,7 +106,7 @@ def _least(amounts: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[
     return [float(rate) for rate in rates]
 
 
-def calls(found: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, list[TimedCall]]:
+def calls(documents: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, list[TimedCall]]:
     """Times of calls that an own kernel answered, by the group of a correction.
 
     Raises:
@@ -114,7 +114,7 @@ def calls(found: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, list[TimedC
     """
     portfolios = {p.op: p for p in serving(shipped(), gpu)}
     groups: dict[str, list[TimedCall]] = {}
-    for row in found:
+    for row in documents:
         problem = problem_from_json(row["problem"])
         portfolio = portfolios.get(problem.op)
         if row["answered"] == "selection" and portfolio and "tuner" in row["us"]:

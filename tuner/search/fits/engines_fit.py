@@ -32,10 +32,10 @@ Measured = tuple[AttentionProblem, float]
 """A call over pages, and the engine's time over the tuned kernel's."""
 
 
-def measured(found: Iterable[Mapping[str, Any]]) -> dict[AnyDomain, list[Measured]]:
+def measured(documents: Iterable[Mapping[str, Any]]) -> dict[AnyDomain, list[Measured]]:
     """Calls by domain that own kernels answered."""
     by_domain: dict[AnyDomain, list[Measured]] = defaultdict(list)
-    for row in found:
+    for row in documents:
         problem, us = problem_from_json(row["problem"]), row.get("us", {})
         if not isinstance(problem, AttentionProblem) or not {"tuner", "flash3"} <= us.keys():
             continue

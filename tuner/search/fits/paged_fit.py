@@ -125,13 +125,13 @@ def _schedules(row: Mapping[str, Any], gpu: Gpu) -> list[Batch]:
     return list(kernels.values())
 
 
-def timed(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[Batch]:
+def timed(documents: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[Batch]:
     """The timed schedules of each batch, those of a row one after the other.
 
     Raises:
         ConfigError: when there is none.
     """
-    batches = [batch for row in found for batch in _schedules(row, gpu)]
+    batches = [batch for row in documents for batch in _schedules(row, gpu)]
     if not batches:
         raise ConfigError("no schedule was timed (wanted: rows of scripts/bench paged --schedules)")
     return batches

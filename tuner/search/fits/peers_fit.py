@@ -36,10 +36,10 @@ Measured = tuple[AttentionProblem, float]
 """A call, and the time of the tuner's answer over a peer's kernel's."""
 
 
-def measured(found: Iterable[Mapping[str, Any]]) -> dict[tuple[AnyDomain, str], list[Measured]]:
+def measured(documents: Iterable[Mapping[str, Any]]) -> dict[tuple[AnyDomain, str], list[Measured]]:
     """Calls by domain and peer's kernel."""
     calls: dict[tuple[AnyDomain, str], list[Measured]] = defaultdict(list)
-    for row in found:
+    for row in documents:
         problem, us = problem_from_json(row["problem"]), row.get("us", {})
         if not isinstance(problem, AttentionProblem) or "tuner" not in us:
             continue

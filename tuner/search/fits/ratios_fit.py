@@ -46,16 +46,16 @@ class RatioCall(NamedTuple):
 
 
 def calls(
-    found: Iterable[Mapping[str, Any]], portfolios: Mapping[str, Portfolio]
+    documents: Iterable[Mapping[str, Any]], portfolios: Mapping[str, Portfolio]
 ) -> list[RatioCall]:
     """Calls of measured domains that own kernels answered, and that PyTorch's rates hold for.
 
     Args:
-        found: rows of a bench.
+        documents: rows of a bench.
         portfolios: portfolios that ship for a GPU, by operation.
     """
     timed: list[RatioCall] = []
-    for row in found:
+    for row in documents:
         problem, us = problem_from_json(row["problem"]), row.get("us", {})
         portfolio = portfolios.get(problem.op)
         if portfolio is None or row["answered"] not in OWN or not {"tuner", "pytorch"} <= us.keys():

@@ -63,10 +63,10 @@ def differing(environments: Sequence[Environment]) -> list[str]:
     return [name for name in names if len({env.facts.get(name) for env in environments}) > 1]
 
 
-def label(one: Known, names: Iterable[str]) -> str:
+def label(side: Known, names: Iterable[str]) -> str:
     """Differences of an environment from the others: dates, and facts."""
-    facts = [f"{name} {one.environment.facts.get(name, '-')}" for name in names]
-    marks = [one.newest[:10] or "undated", *(["shipped"] if one.is_shipped else [])]
+    facts = [f"{name} {side.environment.facts.get(name, '-')}" for name in names]
+    marks = [side.newest[:10] or "undated", *(["shipped"] if side.is_shipped else [])]
     return ", ".join([*marks, *facts])
 
 

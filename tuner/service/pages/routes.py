@@ -302,9 +302,9 @@ def _add_compare(app: FastAPI, store: Store) -> None:
         return page(request, "compare", values)
 
 
-def _labels(known: Sequence[environments.Known]) -> dict[str, str]:
-    names = environments.differing([e.environment for e in known])
-    return {e.digest: environments.label(e, names) for e in known}
+def _labels(sides: Sequence[environments.Known]) -> dict[str, str]:
+    names = environments.differing([e.environment for e in sides])
+    return {e.digest: environments.label(e, names) for e in sides}
 
 
 def _add_login(app: FastAPI, sessions: Sessions) -> None:

@@ -148,7 +148,7 @@ def runs(store: Store, problem: Problem) -> list[Run]:
 
 
 def choose(
-    found: Sequence[Run],
+    trials: Sequence[Run],
     *,
     key: str | None = None,
     sweep: str | None = None,
@@ -158,17 +158,17 @@ def choose(
     """The run of a key or sweep, else the newest of a GPU and regime; measured ones first.
 
     Args:
-        found: runs, newest first.
+        trials: runs, newest first.
         key: key of the run; the other arguments are then ignored.
         sweep: id of the sweep that made it, if one of the runs has it.
         gpu: name of the GPU.
         regimes: accepted regimes.
     """
     if key is not None:
-        return next((run for run in found if run.key == key), None)
+        return next((run for run in trials if run.key == key), None)
     fitting = [
         run
-        for run in found
+        for run in trials
         if gpu in (None, run.gpu.name) and (regimes is None or run.regime in regimes)
     ]
     fitting = [run for run in fitting if run.sweep == sweep] or fitting

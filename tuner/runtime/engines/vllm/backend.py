@@ -111,7 +111,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         # Without metadata memory is being profiled. The other arguments quantise the output.
         is_plain = attn_metadata is not None
         if args or options:
-            is_plain = is_plain and all(one is None for one in (*args, *options.values()))
+            is_plain = is_plain and all(value is None for value in (*args, *options.values()))
         if is_plain and self._answer(layer, query, kv_cache, attn_metadata, output):
             return output
         inputs = query, key, value, kv_cache, attn_metadata, output
@@ -169,16 +169,16 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
     def _read_scales(self, layer: torch.nn.Module) -> None:
         """Factors of a layer, one a head, where a captured graph reads them."""
         counts = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        found = [
+        scales = [
             getattr(layer, f"_{name}_scale").detach().float().reshape(-1).expand(count)
             for name, count in zip("qkv", counts, strict=True)
         ]
         if self._scales:
-            for known, new in zip(self._scales, found, strict=True):
-                known.copy_(new)
+            for scale, new in zip(self._scales, scales, strict=True):
+                scale.copy_(new)
         else:
             with torch.inference_mode(False):  # weights may be loaded again outside of it
-                self._scales = tuple(new.clone() for new in found)
+                self._scales = tuple(new.clone() for new in scales)
         # Those that vLLM computes of the first tokens are not final.
         self._are_scales_known = not getattr(layer, "calculate_kv_scales", False)
 
@@ -238,8 +238,8 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 
         FlashAttention in a graph needs its schedule, which each step writes anew.
         """
-        steps = [getattr(one, _STEP, None) for one in self._captured.get(_shape_of(common), ())]
-        return bool(steps) and all(one and one.served and not one.refused for one in steps)
+        steps = [getattr(graph, _STEP, None) for graph in self._captured.get(_shape_of(common), ())]
+        return bool(steps) and all(step and step.served and not step.refused for step in steps)
 
 
 class TunerBackend(FlashAttentionBackend):  # type: ignore[misc]

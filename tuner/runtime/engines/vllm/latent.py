@@ -59,10 +59,10 @@ class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
             if answer(call) is not None:
                 assert call.lse is not None
                 return call.out[:, 0], call.lse[..., 0]
-        found: tuple[torch.Tensor, torch.Tensor | None] = super().forward_mqa(
+        output: tuple[torch.Tensor, torch.Tensor | None] = super().forward_mqa(
             query, kv_c_and_k_pe_cache, attn_metadata, layer
         )
-        return found
+        return output
 
     def _call(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any) -> Decode:
         sequences, heads, _ = query.shape

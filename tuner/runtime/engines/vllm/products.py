@@ -102,8 +102,8 @@ class TunerExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: torch.Tensor, *tensors: Any, **named: Any) -> torch.Tensor:
         """(T, H) to (T, H)."""
-        found = _experts(self, self.unquantized_backend, layer, x, (None, None), *tensors, **named)
-        out: torch.Tensor = super().apply(layer, x, *tensors, **named) if found is None else found
+        output = _experts(self, self.unquantized_backend, layer, x, (None, None), *tensors, **named)
+        out: torch.Tensor = super().apply(layer, x, *tensors, **named) if output is None else output
         return out
 
 
@@ -113,8 +113,8 @@ class TunerFp8ExpertsMethod(Fp8MoEMethod):  # type: ignore[misc]
     def apply(self, layer: Any, x: torch.Tensor, *tensors: Any, **named: Any) -> torch.Tensor:
         """(T, H) to (T, H)."""
         scales = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
-        found = _experts(self, self.fp8_backend, layer, x, scales, *tensors, **named)
-        out: torch.Tensor = super().apply(layer, x, *tensors, **named) if found is None else found
+        output = _experts(self, self.fp8_backend, layer, x, scales, *tensors, **named)
+        out: torch.Tensor = super().apply(layer, x, *tensors, **named) if output is None else output
         return out
 
 

@@ -38,9 +38,9 @@ class TunerConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is skipped
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
         from tuner.runtime.engines.vllm.products import TunerFp8Config
 
-        made = TunerFp8Config.from_config(config)
-        made.name = NAME
-        return made
+        tuner_config = TunerFp8Config.from_config(config)
+        tuner_config.name = NAME
+        return tuner_config
 
     @classmethod
     def override_quantization_method(
