@@ -6,22 +6,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fused_attention_proof import binding
 from fused_attention_proof.cases import Case
 from fused_configs import maker
+from gating import Gated, specs_of
 
-from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
-from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device
-from tuner.measure.subjects import WORKSPACE, CompiledSubject, import_torch
+from tuner.measure.subjects import WORKSPACE, Subject, import_torch
 from tuner.measure.tolerance import E4M3_DEPTH, E4M3_TRUNCATION
 from tuner.problem import AttentionProblem
 
@@ -82,8 +79,7 @@ def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
     posed = [(case.problem, config) for case, config in DRAWN]
     posed += [(AttentionProblem.parse(f"{text},dtype=e4m3"), config) for text, config in HUGE]
-    specs = [s for problem, config in posed for s in FAMILY.kernels(problem, config).values()]
-    return list(dict.fromkeys(specs))
+    return specs_of(posed)
 
 
 @dataclass
@@ -100,15 +96,6 @@ class Inputs:
 def device(device: Device) -> Device:
     import_torch(device)
     return device
-
-
-@pytest.fixture(scope="module")
-def known(compiler: Compiler) -> Iterator[binding.Libraries]:
-    specs = kernels()
-    futures = [future for _, future in compiler.submit(specs)]
-    yield binding.libraries(
-        {spec: future.result() for spec, future in zip(specs, futures, strict=True)}
-    )
 
 
 def draw(case: Case, device: Device) -> Inputs:
@@ -128,7 +115,7 @@ def draw(case: Case, device: Device) -> Inputs:
     return Inputs(case, given, restored, reference.attention(case, restored))
 
 
-def run(subject: CompiledSubject, inputs: Inputs, device: Device) -> tuple[Any, Any]:
+def run(subject: Subject, inputs: Inputs, device: Device) -> tuple[Any, Any]:
     """Output and log-sum-exp, written over NaNs, from a workspace of NaNs."""
     where = torch.device("cuda", device.index)
     output = inputs.case.problem.output
@@ -174,13 +161,10 @@ def padded(tensor: Any) -> Any:
 
 
 @pytest.mark.parametrize(("case", "config"), DRAWN, ids=[case.label() for case, _ in DRAWN])
-def test_e4m3_is_right(
-    device: Device, known: binding.Libraries, case: Case, config: Config
-) -> None:
-    problem = case.problem
-    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+def test_e4m3_is_right(gated: Gated, case: Case, config: Config) -> None:
+    problem, device = case.problem, gated.device
     inputs = draw(case, device)
-    subject = binding.subject(device, problem, config, case.scale, known)
+    subject = gated.subject(problem, config)
     out, lse = run(subject, inputs, device)
     found = reference.difference(out, inputs.exact)
     assert found.not_finite == 0
@@ -201,13 +185,11 @@ def test_e4m3_is_right(
         assert torch.equal(lse_again, lse)
 
 
-def test_the_output_of_a_head_follows_its_own_factors(
-    device: Device, known: binding.Libraries
-) -> None:
+def test_the_output_of_a_head_follows_its_own_factors(gated: Gated) -> None:
     """A value head's factor times 2 is its outputs times 2, to the bit, and nobody else's."""
-    case, config = DRAWN[4]
+    (case, config), device = DRAWN[4], gated.device
     inputs = draw(case, device)
-    subject = binding.subject(device, case.problem, config, case.scale, known)
+    subject = gated.subject(case.problem, config)
     out, _ = run(subject, inputs, device)
     inputs.given["descale_v"][1, 3] *= 2
     twice, _ = run(subject, inputs, device)
@@ -215,16 +197,16 @@ def test_the_output_of_a_head_follows_its_own_factors(
     assert torch.equal(out, twice)
 
 
-def test_small_scores_are_not_computed_again(device: Device, known: binding.Libraries) -> None:
+def test_small_scores_are_not_computed_again(gated: Gated) -> None:
     """A row that is computed again in fp32 (`Recomputed`) has none of e4m3's rounding. One whose
     scaled maximum is near zero was: the lift costs the maximum its last bits there.
     """
-    case, config = DRAWN[0]
+    (case, config), device = DRAWN[0], gated.device
     inputs = draw(case, device)
     inputs.given["descale_q"] /= 16
     restored = {**inputs.restored, "query": inputs.restored["query"] / 16}
     exact = reference.attention(case, restored)
-    subject = binding.subject(device, case.problem, config, case.scale, known)
+    subject = gated.subject(case.problem, config)
     out, _ = run(subject, inputs, device)
     peer = e4m3.flash_attention_3(case, restored, 224)
     rounding = reference.difference(peer, exact).frobenius
@@ -232,14 +214,12 @@ def test_small_scores_are_not_computed_again(device: Device, known: binding.Libr
 
 
 @pytest.mark.parametrize(("text", "config"), HUGE, ids=["several tiles", "splits"])
-def test_scores_that_round_the_lift_away(
-    device: Device, known: binding.Libraries, text: str, config: Config
-) -> None:
+def test_scores_that_round_the_lift_away(gated: Gated, text: str, config: Config) -> None:
     """From 2^26 on a scaled maximum less the lift is rounded, upwards or downwards: a probability
     of 2^16 was stored as 448. All scores of a row are equal here, so that its output is the values'
     mean.
     """
-    problem = AttentionProblem.parse(f"{text},dtype=e4m3")
+    problem, device = AttentionProblem.parse(f"{text},dtype=e4m3"), gated.device
     inputs = draw(Case("e4m3", problem, "random"), device)
     given = inputs.given
     for name in ("query", "key"):
@@ -248,7 +228,7 @@ def test_scores_that_round_the_lift_away(
     rows = torch.arange(problem.heads_q, device=given["query"].device)
     # Scaled maxima to base 2 from 2^26 to 2^28, with all bits of the mantissa.
     given["descale_q"].copy_(2.0**22 * (1.5 + 0.20317 * rows))
-    subject = binding.subject(device, problem, config, inputs.case.scale, known)
+    subject = gated.subject(problem, config)
     out, _ = run(subject, inputs, device)
     group = problem.heads_q // problem.heads_kv
     values = inputs.restored["value"].double().repeat_interleave(group, 1)

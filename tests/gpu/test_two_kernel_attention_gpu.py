@@ -10,18 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from gating import Gated
+from gating import Gated, kernels_of, specs_of
 from runtime_gpu import forget, fresh_store, store, this_gpu
 from two_kernel_cases import CASES, LENGTHS, problems, variants
 
 from tuner.compile.compiler import Compiler
-from tuner.compile.loading import LoadedKernel, load
+from tuner.compile.loading import LoadedKernel
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, KernelSpec
 from tuner.families.two_kernel_attention import chunk_sizes
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.gate import REFERENCE
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -39,20 +38,13 @@ SPREADS = (1.0, 30.0)
 OFFSETS = (0, 1)
 
 
-def specs(text: str, config: Config) -> Mapping[str, KernelSpec]:
-    return FAMILY.kernels(AttentionProblem.parse(f"S=4096,{text}"), config)
+def long(text: str) -> AttentionProblem:
+    return AttentionProblem.parse(f"S=4096,{text}")
 
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    found = [spec for text, config in CASES.values() for spec in specs(text, config).values()]
-    return [REFERENCE, *found]
-
-
-def compiled(compiler: Compiler, text: str, config: Config) -> dict[str, LoadedKernel]:
-    named = specs(text, config)
-    futures = dict(compiler.submit(list(named.values())))
-    return {name: load(futures[spec].result()) for name, spec in named.items()}
+    return specs_of([(long(text), config) for text, config in CASES.values()])
 
 
 def inputs(problem: AttentionProblem, spread: float, offset: int = 0) -> dict[str, Any]:
@@ -115,9 +107,9 @@ def run(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(name: str, compiler: Compiler) -> None:
+def test_against_float64(name: str, gated: Gated) -> None:
     text, config = CASES[name]
-    loaded = compiled(compiler, text, config)
+    loaded = gated.loaded(long(text), config)
     for problem in problems(text, LENGTHS):
         for spread, offset in zip(SPREADS, OFFSETS, strict=True):
             tensors = inputs(problem, spread, offset)
@@ -179,7 +171,7 @@ def test_a_mask_that_is_added_is_served(own_store: None, compiler: Compiler) -> 
 
     assert error() < 1e-3
     assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
-    named = specs(text, config)
+    named = kernels_of(long(text), config)
     futures = dict(compiler.submit(list(named.values())))
     artifacts = {stage: futures[spec].result().key for stage, spec in named.items()}
     store(problem, this_gpu(), variants(problem, config)[0], artifacts=artifacts)
@@ -191,11 +183,11 @@ def test_a_mask_that_is_added_is_served(own_store: None, compiler: Compiler) -> 
     assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
 
 
-def test_chunks_of_long_rows(compiler: Compiler) -> None:
+def test_chunks_of_long_rows(gated: Gated) -> None:
     """The smallest launches worth trying at 32768 keys, beside the fused operator of PyTorch."""
     text, config = CASES["causal"]
     problem = AttentionProblem.parse(f"S=32768,{text}")
-    loaded = compiled(compiler, text, config)
+    loaded = gated.loaded(problem, config)
     heads, rows = chunk_sizes(problem)[-1]
     chunk = {"heads_per_launch": heads, "rows_per_launch": rows}
     variant = Config(config.family, {**config.params, **chunk})
