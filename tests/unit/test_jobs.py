@@ -519,6 +519,7 @@ def test_a_result_is_of_the_winner_and_the_fastest_vendor() -> None:
     alone = result_of(Entry.of([own.but(provenance=Provenance.REPLAYED, is_final=False)]))
     assert (alone["vendor_over_own"], alone["fastest_vendor"]) == (None, None)
     assert result_text(alone).endswith("11.50 us, replayed, quick pass")
+    assert ", measured, chained, own speed" in result_text({**found, "launch": "chained"})
 
 
 def test_provenance_of_a_trial_is_kept() -> None:

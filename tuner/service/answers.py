@@ -106,6 +106,8 @@ class Result(ApiModel):
     config_digest: str
     latency_us: float
     provenance: Literal["measured", "replayed", "predicted"]
+    launch: str = "stream"
+    """Way of timing: stream, chained or eager."""
     passed: Literal["final", "quick"] | None = Field(alias="pass")
     own_us: float | None
     fastest_vendor: str | None

@@ -57,6 +57,7 @@ def result_of(entry: Entry) -> dict[str, Any]:
         "config_digest": config.digest,
         "latency_us": winner.latency_us,
         "provenance": entry.provenance.value,
+        "launch": entry.regime.launch,
         "pass": entry.pass_name or None,
         "own_us": own.latency_us if own else None,
         "fastest_vendor": vendor[0] if vendor else None,
@@ -73,6 +74,8 @@ def result_text(result: Mapping[str, Any]) -> str:
         f"{result['winner']}{digest}",
         f"{result['latency_us']:.2f} us",
         result["provenance"],
+        # A lookup prefers a decision in a stream, which another launch flatters.
+        *([launch] if (launch := result.get("launch", "stream")) != "stream" else []),
         *(["quick pass"] if result["pass"] == "quick" else []),
     ]
     if result["vendor_over_own"] is not None:
