@@ -295,8 +295,8 @@ class TestWork:
         assert found_chunks
 
     def test_every_member_of_every_space_is_known(self) -> None:
-        """Each own family's configs have their work, but for gradients of attention and kernels
-        that are made of other families' (three kernels of attention).
+        """Each own family's configs have their work, but for gradients of attention, latent
+        attention, and kernels that are made of other families' (three kernels of attention).
         """
         problems: list[Problem] = [
             AttentionProblem.parse("S=1024,D=64,causal=1"),
@@ -317,7 +317,7 @@ class TestWork:
                 assert all(works(problem, config, DEFAULT_GPU) for config in space), name
                 known |= {name} if space else set()
         own = {name for name, member in families().items() if not member.is_vendor}
-        assert own - known == {"fused_attention_backward", "three_kernel_attention"}
+        assert own - known == {"fused_attention_backward", "mla_decode", "three_kernel_attention"}
 
     def test_floors_lie_below_what_was_measured(self) -> None:
         measured = [m for path in FILES for m in read_once(path).measurements]
