@@ -13,7 +13,7 @@ from tuner.runtime.engines.versions import TRANSFORMERS, VLLM, Versions
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-PAGE = (ROOT / "docs" / "pages" / "serving.md").read_text()
+PAGE = (ROOT / "docs" / "pages" / "engines.md").read_text()
 
 
 @pytest.mark.parametrize("version", ["1.9", "1.9.4", "1.10.0+cu130", "2.0.1rc1", "2.1.0.dev3"])
