@@ -114,12 +114,13 @@ def test_an_own_kernel_serves_copies(way: str, path: str, compiler: Compiler, gp
     for given in cases:
         for _ in range(2):
             assert error(tuner.attention(*given), wanted) < TOLERANCE["float16"]
-        with tuner.enabled():
-            out = torch.nn.functional.scaled_dot_product_attention(*given)
-        assert error(out, wanted) < TOLERANCE["float16"]
+        if path == "dispatcher":  # which overrides PyTorch's operators
+            with tuner.enabled():
+                out = torch.nn.functional.scaled_dot_product_attention(*given)
+            assert error(out, wanted) < TOLERANCE["float16"]
     hits, fallbacks = served()
     if "tokens first" not in way:
-        assert (hits, fallbacks) == (9, {})
+        assert (hits, fallbacks) == (9 if path == "dispatcher" else 6, {})
 
 
 @pytest.mark.compile

@@ -304,3 +304,13 @@ def test_strides_that_the_kernel_does_not_take(kernel: Kernel) -> None:
     wide = torch.randn(13, HEADS, WIDTH + 4).bfloat16()
     append.paged_append(**{**call, "query": wide[..., 4:]})
     assert not kernel.launches
+
+
+def test_no_grid_is_launched_for_heads_that_are_not_there(kernel: Kernel) -> None:
+    call = given()
+    for name in ("query", "key", "value"):
+        call[name] = call[name][:, :0]
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name][:, :, :0]
+    assert append.paged_append(**call).shape == (sum(QUERIES) + 1, 0, WIDTH)
+    assert not kernel.launches

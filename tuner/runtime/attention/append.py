@@ -180,7 +180,11 @@ def _narrow(rows: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None)
 
 
 def _takes(call: Append) -> bool:
-    """True for tensors whose strides the kernel supports, on a device with kernels."""
+    """True for tensors whose strides the kernel supports, on a device with kernels. No grid is
+    launched for heads or columns that are not there.
+    """
+    if not (call.query.numel() and call.key.numel()):
+        return False
     wide = call.query, call.key, call.value, call.out, call.key_cache, call.value_cache
     every = *wide, call.page_table, call.seqused_k, *call.scales
     if guards.unserved(every) is not None:
