@@ -307,14 +307,20 @@ def test_whole_rows_need_far_strides_that_a_coordinate_counts() -> None:
         assert not isinstance(FAMILY.strided_launches(problem, config, 0.5, strides), str)
 
 
-def test_dense_calls_that_split_no_keys_are_launched_plainly() -> None:
+def test_dense_calls_by_one_kernel_are_launched_plainly() -> None:
     dense, pages = (
         AttentionProblem.parse(f"B=2,H=8,HKV=2,SQ=1,SKV=64,D=128,dtype=bf16{text}")
         for text in ("", ",page_size=16")
     )
     early = paged.kernels(128, "one", is_plain=True)[0]
-    for problem, splits, is_early in ((dense, 1, False), (dense, 4, True), (pages, 1, True)):
-        served = FAMILY.served(problem, FAMILY.called(problem, early, splits))
+    cluster = Config(early.family, {**early.params, "combine": "cluster"})
+    for problem, config, splits, is_early in (
+        (dense, early, 1, False),
+        (dense, early, 4, True),
+        (dense, cluster, 4, False),
+        (pages, early, 1, True),
+    ):
+        served = FAMILY.served(problem, FAMILY.called(problem, config, splits))
         assert served["splits"] == splits and served["pdl"] is is_early
 
 

@@ -424,7 +424,8 @@ class FusedAttention(Family):
 
     def served(self, problem: Problem, config: Config) -> Config:
         attention = as_attention(problem)
-        if int(config["splits"]) > 1 or attention.is_paged or attention.block_mask:
+        has_two_kernels = int(config["splits"]) > 1 and config.get("combine") != "cluster"
+        if has_two_kernels or attention.is_paged or attention.block_mask:
             return config
         return Config(self.name, {**config.params, "pdl": False})
 
