@@ -100,10 +100,10 @@ class Schedules:
         ordinary ones where those were faster.
 
         In CUDA graphs an ordinary launch of a `gemv` took 0.865 of an early one's time below 6 us,
-        0.91 below 9 us and 0.976 above. Dense attention by one kernel took 0.93 to 0.98 below 20
-        us, and as long above 50 us (411 and 364 pairs by ``scripts/bench``). Streams without graphs
-        are the exception: an early launch was 1.5 to 2 us faster there, behind kernels of 5 and 40
-        us, where the host was ahead (five products, an H200, 29 November 2026).
+        0.91 below 9 us and 0.976 above (411 pairs). Dense attention by one kernel took 0.93 to 0.98
+        below 20 us, and as long above 50 us (364 pairs). Streams without graphs are the exception:
+        an early launch was 1.5 to 2 us faster there at five products, the host ahead. All are by
+        ``scripts/bench`` on an H200, 29 November 2026.
         """
         return config
 
