@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_compiler import FakeCompiler, FakeWorker
 
 from tuner.bench.comparison import ComparisonRun, RowTask
 from tuner.bench.results import Results
-from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import CompileError
 from tuner.families import family
@@ -37,39 +34,22 @@ OWN_CAUSAL = family("fused_attention").space(CAUSAL, DEFAULT_GPU)[0]
 Us = Callable[[Config], float]
 
 
-class FakeCompiler:
+class RefusingCompiler(FakeCompiler):
     """Has everything at once, but for templates that it refuses."""
 
-    jobs, batch = 8, 2
-    toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
+    refused = ""
 
-    def __init__(self) -> None:
-        self.refused = ""
-        self.submitted: list[KernelSpec] = []
-
-    def submit(
-        self, specs: Sequence[KernelSpec], owner: Any = None
-    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
-        self.submitted += specs
-        made = []
-        for spec in specs:
-            future: Future[Artifact] = Future()
-            if self.refused and spec.template.startswith(self.refused):
-                future.set_exception(CompileError("nvcc refused", command="nvcc", log=""))
-            else:
-                future.set_result(Artifact(spec.key, Path("/k.so"), "0" * 64, None, 2.0))
-            made.append((spec, future))
-        return made
-
-    def close(self, cancel: bool = False) -> None:
-        pass
+    def error(self, spec: KernelSpec) -> Exception | None:
+        if self.refused and spec.template.startswith(self.refused):
+            return CompileError("nvcc refused", command="nvcc", log="")
+        return None
 
 
-class FakeWorker:
+class TimingWorker(FakeWorker):
     """Times by rule: peers 20 us, own kernels 10 us and up by their place in `OWN`."""
 
     def __init__(self) -> None:
-        self.asked: list[Ask] = []
+        super().__init__()
         self.us: Us = lambda config: (
             20.0 if "kernel" in config.params else 10.0 + [*OWN, config].index(config) % len(OWN)
         )
@@ -77,27 +57,17 @@ class FakeWorker:
         self.before: Callable[[Ask], None] = lambda ask: None
 
     def measure(self, ask: Ask) -> list[CandidateOutcome]:
-        self.asked.append(ask)
         self.before(ask)
-        return [self._outcome(config, ask.rounds) for config, _ in ask.candidates]
+        return super().measure(ask)
 
-    def _outcome(self, config: Config, rounds: int) -> CandidateOutcome:
+    def outcome(self, config: Config, ask: Ask) -> CandidateOutcome:
         status = self.failing.get(config.get("kernel", config.digest))
         if status is not None:
             return CandidateOutcome(status, log="said why\nand more")
         us = self.us(config)
         return CandidateOutcome(
-            Status.OK, us, us / 100, rounds, (), 3e-4, 4096, Clocks(1900, power_w=600.0)
+            Status.OK, us, us / 100, ask.rounds, (), 3e-4, 4096, Clocks(1900, power_w=600.0)
         )
-
-    def facts(self) -> dict[str, str]:
-        return {"torch": "2.11"}
-
-    def renew(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Machines:
@@ -106,7 +76,7 @@ class Machines:
     gpu = DEFAULT_GPU
 
     def __init__(self, *_: Any) -> None:
-        self.made, self.worker = FakeCompiler(), FakeWorker()
+        self.made, self.worker = RefusingCompiler(), TimingWorker()
         self.runners: dict[str, LocalRunner] = {}
 
     def __enter__(self) -> Machines:

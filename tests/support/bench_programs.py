@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_machines import FakeCompiler
+from bench_machines import RefusingCompiler
 
 from tuner.hardware import DEFAULT_GPU
 
@@ -156,5 +156,5 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "find_spec", lambda name: name)
     monkeypatch.setattr(forced, "detect", lambda: DEFAULT_GPU)
     monkeypatch.setattr(forced, "find_toolchain", lambda: None)
-    monkeypatch.setattr(forced, "Compiler", lambda *_: FakeCompiler())
+    monkeypatch.setattr(forced, "Compiler", lambda *_: RefusingCompiler())
     monkeypatch.setattr(forced, "HEAD_DIMS", (64,))

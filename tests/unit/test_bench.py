@@ -19,9 +19,9 @@ from bench_machines import (
     OWN_CAUSAL,
     PROBLEM,
     WARM,
-    FakeCompiler,
-    FakeWorker,
     Machines,
+    RefusingCompiler,
+    TimingWorker,
     compare,
     entry,
     fake_machines,
@@ -202,7 +202,7 @@ def test_rows_of_another_environment_are_refused(machines: Machines) -> None:
 def test_all_regimes_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    class Client(FakeWorker):
+    class Client(TimingWorker):
         def __init__(self, device_index: int) -> None:
             super().__init__()
             made.append(self)
@@ -211,7 +211,7 @@ def test_all_regimes_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "detect", lambda index: DEFAULT_GPU)
     monkeypatch.setattr(device, "occupants", lambda index: [])
     monkeypatch.setattr(device, "environment", lambda index: Environment({"driver": "580"}))
-    monkeypatch.setattr(choose.Runners, "compiler", lambda self: FakeCompiler())
+    monkeypatch.setattr(choose.Runners, "compiler", lambda self: RefusingCompiler())
     with choose.Runners(choose.Machine(), lambda text: None) as runners:
         for regime in (WARM, COLD):
             (seen,) = runners.of(PROBLEM, regime).retime(PROBLEM, [OWN[0]], 5)
@@ -379,6 +379,7 @@ def test_compiling_alone_times_nothing(
     assert "reference.cu.j2" in templates and len(templates) > 1
     assert not machines.worker.asked
     machines.made.refused = min(templates - {"reference.cu.j2"})
+    machines.made.futures.clear()
     assert main(wanted) == 1
     *_, reason, end = capsys.readouterr().err.splitlines()
     assert "compiled, but for" in end

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_compiler import FakeCompiler, FakeWorker
 
-from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
 from tuner.families.base import Family, KernelSpec
@@ -58,67 +56,35 @@ class Vendor(Toy):
         return {}
 
 
-class FakeCompiler:
-    """Settles what `answers` names by tile; the rest are artifacts, done at once or by `build`."""
+class AnsweringCompiler(FakeCompiler):
+    """Settles what `answers` names by tile; the rest are artifacts."""
 
-    jobs = 3
+    jobs, used = 3, USED
 
     def __init__(self, late: bool = False) -> None:
-        self.late = late
+        super().__init__(late)
         self.answers: dict[int, Exception] = {}
-        self.futures: dict[KernelSpec, Future[Artifact]] = {}
-        self.submitted: list[KernelSpec] = []
 
-    def submit(
-        self, specs: Sequence[KernelSpec], owner: Any = None
-    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
-        for spec in specs:
-            self.submitted.append(spec)
-            if spec not in self.futures:
-                self.futures[spec] = Future()
-                if not self.late:
-                    self.build(spec)
-        return [(spec, self.futures[spec]) for spec in specs]
+    def key(self, spec: KernelSpec) -> str:
+        return f"{abs(hash(spec)):032x}"
 
-    def build(self, spec: KernelSpec) -> None:
-        error = self.answers.get(spec.variables.get("tile", 0))
-        if error is not None:
-            self.futures[spec].set_exception(error)
-        else:
-            key = f"{abs(hash(spec)):032x}"[:32]
-            made = Artifact(key, Path(f"/cache/{key}/kernel.so"), "0" * 64, USED, 6.5)
-            self.futures[spec].set_result(made)
-
-    def build_all(self) -> None:
-        for spec, future in self.futures.items():
-            if not future.done():
-                self.build(spec)
+    def error(self, spec: KernelSpec) -> Exception | None:
+        return self.answers.get(spec.variables.get("tile", 0))
 
 
-class FakeWorker:
+class AnsweringWorker(FakeWorker):
     def __init__(self, *outcomes: CandidateOutcome) -> None:
+        super().__init__()
         self.outcomes = list(outcomes)
-        self.asked: list[Ask] = []
-        self.closed = False
 
-    def measure(self, ask: Ask) -> list[CandidateOutcome]:
-        self.asked.append(ask)
-        return [
-            self.outcomes.pop(0) if self.outcomes else CandidateOutcome(Status.OK, 10.0, 0.1, 7)
-            for _ in ask.candidates
-        ]
-
-    def facts(self) -> dict[str, str]:
-        return {"torch": "2.11"}
-
-    def close(self) -> None:
-        self.closed = True
+    def outcome(self, config: Config, ask: Ask) -> CandidateOutcome:
+        return self.outcomes.pop(0) if self.outcomes else super().outcome(config, ask)
 
 
 class OnOne(Evaluator):
     """An evaluator whose every group is one worker's."""
 
-    def __init__(self, worker: FakeWorker, *rest: Any) -> None:
+    def __init__(self, worker: AnsweringWorker, *rest: Any) -> None:
         super().__init__(DEFAULT_GPU, REGIME, *rest)
         self.worker: Any = worker
 
@@ -129,7 +95,9 @@ class OnOne(Evaluator):
         return self.finish(self.start(problem, group))
 
 
-def evaluator(compiler: FakeCompiler, worker: FakeWorker, limit: int | None = None) -> OnOne:
+def evaluator(
+    compiler: AnsweringCompiler, worker: AnsweringWorker, limit: int | None = None
+) -> OnOne:
     members = {"toy": Toy(), "vendor": Vendor()}
     facts = Environment({"driver": "580"})
     return OnOne(worker, compiler, members, lambda: facts, limit)
@@ -140,8 +108,10 @@ def toy(tile: int, **more: Any) -> Config:
 
 
 def test_a_measurement_says_everything() -> None:
-    worker = FakeWorker(CandidateOutcome(Status.OK, 12.5, 0.2, 7, (), 3e-4, 1024))
-    (seen,) = evaluator(FakeCompiler(late=False), worker, limit=4096).evaluate(PROBLEM, [toy(64)])
+    worker = AnsweringWorker(CandidateOutcome(Status.OK, 12.5, 0.2, 7, (), 3e-4, 1024))
+    (seen,) = evaluator(AnsweringCompiler(late=False), worker, limit=4096).evaluate(
+        PROBLEM, [toy(64)]
+    )
     assert (seen.status, seen.latency_us, seen.std_us, seen.rounds) == (Status.OK, 12.5, 0.2, 7)
     assert (seen.error, seen.workspace_bytes, seen.is_final) == (3e-4, 1024, False)
     assert (seen.gpu, seen.regime, seen.provenance) == (DEFAULT_GPU, REGIME, Provenance.MEASURED)
@@ -152,8 +122,8 @@ def test_a_measurement_says_everything() -> None:
 
 
 def test_quick_requests_of_a_problem_share_their_inputs_and_others_do_not() -> None:
-    worker = FakeWorker()
-    made = evaluator(FakeCompiler(), worker)
+    worker = AnsweringWorker()
+    made = evaluator(AnsweringCompiler(), worker)
     for problem in (PROBLEM, replace(PROBLEM, m=128), PROBLEM):
         made.evaluate(problem, [toy(64)])
     for mode in ("final", "final", "probe"):
@@ -165,8 +135,8 @@ def test_quick_requests_of_a_problem_share_their_inputs_and_others_do_not() -> N
 
 @pytest.mark.parametrize("status", [Status.WRONG_RESULT, Status.ILLEGAL_ACCESS, Status.TIMEOUT])
 def test_what_fails_leaves_its_inputs_to_nobody(status: Status) -> None:
-    worker = FakeWorker()
-    made = evaluator(FakeCompiler(), worker)
+    worker = AnsweringWorker()
+    made = evaluator(AnsweringCompiler(), worker)
     made.evaluate(PROBLEM, [toy(64)])
     measure = worker.measure
     worker.measure = lambda ask: [replace(one, status=status) for one in measure(ask)]  # type: ignore[method-assign]
@@ -178,8 +148,8 @@ def test_what_fails_leaves_its_inputs_to_nobody(status: Status) -> None:
 
 
 def test_a_kernel_is_paid_for_once() -> None:
-    compiler = FakeCompiler(late=True)
-    made = evaluator(compiler, FakeWorker())
+    compiler = AnsweringCompiler(late=True)
+    made = evaluator(compiler, AnsweringWorker())
     pending = made.start(PROBLEM, [toy(64, raster="m"), toy(64, raster="n")])
     again = made.start(PROBLEM, [toy(64, raster="h")])
     assert not pending.is_ready
@@ -190,21 +160,23 @@ def test_a_kernel_is_paid_for_once() -> None:
 
 
 def test_a_cached_kernel_costs_nothing_and_a_vendor_s_has_no_cost() -> None:
-    seen = evaluator(FakeCompiler(), FakeWorker()).evaluate(PROBLEM, [toy(64), Config("vendor")])
+    seen = evaluator(AnsweringCompiler(), AnsweringWorker()).evaluate(
+        PROBLEM, [toy(64), Config("vendor")]
+    )
     assert [m.compile_cpu_s for m in seen] == [0, None]
     assert seen[1].artifacts == {}
 
 
 def test_a_prefetched_kernel_is_paid_for_by_who_uses_it() -> None:
-    compiler = FakeCompiler(late=True)
-    made = evaluator(compiler, FakeWorker())
+    compiler = AnsweringCompiler(late=True)
+    made = evaluator(compiler, AnsweringWorker())
     made.prefetch(PROBLEM, [toy(64)])
     compiler.build_all()
     assert [m.compile_cpu_s for m in made.evaluate(PROBLEM, [toy(64)])] == [6.5]
 
 
 def test_what_does_not_compile_is_a_status_and_its_neighbours_are_measured() -> None:
-    compiler, worker = FakeCompiler(), FakeWorker()
+    compiler, worker = AnsweringCompiler(), AnsweringWorker()
     compiler.answers = {
         2: CompileError("toy.cu.j2: error: no", command="nvcc unit.cu", log="line 3: error: no"),
         4: RenderError("template toy.cu.j2: variable 'x' is undefined"),
@@ -240,7 +212,9 @@ def test_a_config_that_its_family_cannot_express_is_a_status(tile: Any, error: s
             failing.get(config["tile"], lambda: None)()
             return super().kernels(problem, config)
 
-    made = OnOne(FakeWorker(), FakeCompiler(), {"fragile": Fragile()}, lambda: Environment({}))
+    made = OnOne(
+        AnsweringWorker(), AnsweringCompiler(), {"fragile": Fragile()}, lambda: Environment({})
+    )
     bad, good = made.evaluate(
         PROBLEM, [Config("fragile", {"tile": tile}), Config("fragile", {"tile": 64})]
     )
@@ -249,30 +223,30 @@ def test_a_config_that_its_family_cannot_express_is_a_status(tile: Any, error: s
 
 
 def test_nothing_left_to_measure_asks_nobody() -> None:
-    compiler, worker = FakeCompiler(), FakeWorker()
+    compiler, worker = AnsweringCompiler(), AnsweringWorker()
     compiler.answers = {2: CompileError("no")}
     evaluator(compiler, worker).evaluate(PROBLEM, [toy(64)])
     assert worker.asked == []
 
 
 def test_a_failed_run_is_a_status_with_a_short_log() -> None:
-    worker = FakeWorker(CandidateOutcome(Status.TIMEOUT, log="first " + "x" * 9000 + " last"))
-    (seen,) = evaluator(FakeCompiler(), worker).evaluate(PROBLEM, [toy(64)])
+    worker = AnsweringWorker(CandidateOutcome(Status.TIMEOUT, log="first " + "x" * 9000 + " last"))
+    (seen,) = evaluator(AnsweringCompiler(), worker).evaluate(PROBLEM, [toy(64)])
     assert seen.status is Status.TIMEOUT and not seen.ok and seen.latency_us is None
     assert seen.log.startswith("first") and seen.log.endswith("last")
     assert len(seen.log) <= LOG_LIMIT
 
 
 def test_a_full_disk_ends_everything() -> None:
-    compiler = FakeCompiler()
+    compiler = AnsweringCompiler()
     compiler.answers = {2: StoreError("the disk is full")}
     with pytest.raises(StoreError, match="disk is full"):
-        evaluator(compiler, FakeWorker()).evaluate(PROBLEM, [toy(64)])
+        evaluator(compiler, AnsweringWorker()).evaluate(PROBLEM, [toy(64)])
 
 
 def test_a_closed_compiler_is_no_verdict_on_a_candidate() -> None:
-    compiler = FakeCompiler(late=True)
-    made = evaluator(compiler, FakeWorker())
+    compiler = AnsweringCompiler(late=True)
+    made = evaluator(compiler, AnsweringWorker())
     pending = made.start(PROBLEM, [toy(64)])
     for future in compiler.futures.values():
         future.cancel()
@@ -281,16 +255,16 @@ def test_a_closed_compiler_is_no_verdict_on_a_candidate() -> None:
 
 
 def test_a_gate_that_does_not_compile_is_an_error() -> None:
-    compiler = FakeCompiler()
+    compiler = AnsweringCompiler()
     compiler.answers = {0: CompileError("nvcc: no", command="nvcc", log="log")}
     with pytest.raises(CompileError, match="numerics gate cannot be compiled: nvcc: no"):
-        evaluator(compiler, FakeWorker()).evaluate(PROBLEM, [toy(64)])
+        evaluator(compiler, AnsweringWorker()).evaluate(PROBLEM, [toy(64)])
     assert compiler.submitted[0] == REFERENCE
 
 
 def test_finals_are_marked() -> None:
-    worker = FakeWorker()
-    made = evaluator(FakeCompiler(), worker)
+    worker = AnsweringWorker()
+    made = evaluator(AnsweringCompiler(), worker)
     pending = made.start(PROBLEM, [toy(64), Config("vendor")])
     seen = made.finish(pending, mode="final", rounds=20)
     assert all(m.is_final for m in seen)
@@ -298,8 +272,8 @@ def test_finals_are_marked() -> None:
 
 
 def test_the_request_names_each_artifact_once() -> None:
-    worker = FakeWorker()
-    evaluator(FakeCompiler(), worker).evaluate(PROBLEM, [toy(64, raster=r) for r in "abc"])
+    worker = AnsweringWorker()
+    evaluator(AnsweringCompiler(), worker).evaluate(PROBLEM, [toy(64, raster=r) for r in "abc"])
     data = worker.asked[0].to_json([0, 2], careful=False)
     assert [c["index"] for c in data["candidates"]] == [0, 2]
     assert len(data["artifacts"]) == 2  # the kernel and the gate's

@@ -7,15 +7,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_compiler import FakeCompiler, FakeWorker
 
-from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, StoreError
 from tuner.families import families_in
@@ -55,48 +54,31 @@ class ToyVendor(Toy):
 OPTIONS = JobOptions(SweepOptions(trials=12, sampler="cost"), l2="warm")
 
 
-class FakeCompiler:
+class ToyCompiler(FakeCompiler):
     jobs, batch = 2, 2
-    toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
 
     def compiled(self, family: Family, problem: Problem, space: Any) -> Any:
         return space
 
-    def underway(self) -> dict[Any, Any]:
-        return {}
 
-    def release(self, owner: Any) -> None: ...
-
-    def submit(self, specs: Any, owner: Any = None) -> list[Any]:
-        done: list[Any] = []
-        for spec in specs:
-            future: Future[Artifact] = Future()
-            future.set_result(Artifact(spec.key, Path("/k.so"), "0" * 64, None, 2.0))
-            done.append((spec, future))
-        return done
-
-
-class FakeWorker:
+class TimingWorker(FakeWorker):
     """The best tile is 5. `before` may block until `interrupt` comes."""
 
-    def __init__(self, before: Callable[[FakeWorker, Ask], None]) -> None:
+    def __init__(self, before: Callable[[TimingWorker, Ask], None]) -> None:
+        super().__init__()
         self.before = before
-        self.asked: list[Ask] = []
         self.interrupted = threading.Event()
 
     def measure(self, ask: Ask) -> list[CandidateOutcome]:
-        self.asked.append(ask)
+        found = super().measure(ask)
         self.before(self, ask)
         if self.interrupted.is_set():
             raise CancelledError
-        return [self._outcome(config, ask) for config, _ in ask.candidates]
+        return found
 
-    def _outcome(self, config: Config, ask: Ask) -> CandidateOutcome:
+    def outcome(self, config: Config, ask: Ask) -> CandidateOutcome:
         us = 10.0 + abs(config["tile"] - 5) if config.family == "toy" else 12.5
         return CandidateOutcome(Status.OK, us, us / 1000, ask.rounds or 7)
-
-    def facts(self) -> dict[str, str]:
-        return {"torch": "2.11"}
 
     def renew(self) -> None:
         self.interrupted.clear()
@@ -111,10 +93,12 @@ class FakeWorker:
 class Gpus:
     """What `Runners` is on a machine with several GPUs."""
 
-    def __init__(self, count: int, module: Path, before: Callable[[FakeWorker, Ask], None]) -> None:
+    def __init__(
+        self, count: int, module: Path, before: Callable[[TimingWorker, Ask], None]
+    ) -> None:
         self.devices = tuple(range(count))
         self.module = module
-        self.workers = [FakeWorker(before) for _ in self.devices]
+        self.workers = [TimingWorker(before) for _ in self.devices]
         parts: Any = self.workers
         self.pool = WorkerPool(parts)
         self.closed = 0
@@ -125,7 +109,7 @@ class Gpus:
     def apart(self, problem: Problem, regime: Regime) -> LocalRunner:
         if problem == self.refused:
             raise BenchmarkError("no such GPU")
-        compiler: Any = FakeCompiler()
+        compiler: Any = ToyCompiler()
         self.begun.append(problem)
         return LocalRunner(
             0, regime, compiler, family_modules=[self.module], gpu=DEFAULT_GPU, pool=self.pool
@@ -153,7 +137,7 @@ class Setting:
         self.made: list[Gpus] = []
 
     def gpus(
-        self, count: int, before: Callable[[FakeWorker, Ask], None] = lambda worker, ask: None
+        self, count: int, before: Callable[[TimingWorker, Ask], None] = lambda worker, ask: None
     ) -> Gpus:
         self.made.append(Gpus(count, self.module, before))
         return self.made[-1]
@@ -189,11 +173,11 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting
             gpus.pool.close()
 
 
-def both_busy() -> Callable[[FakeWorker, Ask], None]:
+def both_busy() -> Callable[[TimingWorker, Ask], None]:
     """The first two own candidates wait for each other: both GPUs are at work at a time."""
     meeting, left = threading.Barrier(2), threading.Semaphore(2)
 
-    def before(worker: FakeWorker, ask: Ask) -> None:
+    def before(worker: TimingWorker, ask: Ask) -> None:
         if ask.candidates[0][0].family == "toy" and left.acquire(blocking=False):
             meeting.wait(PATIENCE_S)
 
@@ -250,7 +234,7 @@ def test_one_gpu_has_two_problems_at_a_time_where_nothing_is_compiled(setting: S
     options = replace(OPTIONS, sweep=replace(OPTIONS.sweep, compiled_only=True))
     asked: list[tuple[Problem, str]] = []
 
-    def before(worker: FakeWorker, ask: Ask) -> None:
+    def before(worker: TimingWorker, ask: Ask) -> None:
         asked.append((ask.problem, ask.mode))
 
     gpus = setting.gpus(1, before)
@@ -268,7 +252,7 @@ def test_another_search_goes_on_while_finalists_are_timed(setting: Setting) -> N
     first, second = PROBLEMS[:2]
     begun, measured = threading.Event(), threading.Event()
 
-    def before(worker: FakeWorker, ask: Ask) -> None:
+    def before(worker: TimingWorker, ask: Ask) -> None:
         if (ask.problem, ask.mode) == (second, "quick"):
             assert begun.wait(PATIENCE_S)
             measured.set()
@@ -301,7 +285,7 @@ def test_a_store_that_fails_ends_the_job_at_once(
 ) -> None:
     hung = threading.Event()
 
-    def before(worker: FakeWorker, ask: Ask) -> None:
+    def before(worker: TimingWorker, ask: Ask) -> None:
         if ask.problem == PROBLEMS[-2] and not hung.is_set():
             hung.set()
             assert worker.interrupted.wait(PATIENCE_S), "nobody gave it up"
@@ -353,7 +337,7 @@ class TestInterruption:
     ) -> None:
         asked, lock, hangs = Counter[str](), threading.Lock(), threading.Event()
 
-        def before(worker: FakeWorker, ask: Ask) -> None:
+        def before(worker: TimingWorker, ask: Ask) -> None:
             """Every quick request hangs from the 21st on."""
             with lock:
                 asked["all"] += 1
@@ -378,7 +362,7 @@ class TestInterruption:
         finals = threading.Event(), threading.Event()
         count, lock = Counter[str](), threading.Lock()
 
-        def before(worker: FakeWorker, ask: Ask) -> None:
+        def before(worker: TimingWorker, ask: Ask) -> None:
             """A final pass hangs; what the first Ctrl-C makes of it, too."""
             if ask.mode == "final":
                 with lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_compiler import FakeCompiler, FakeWorker
 
-from tuner.compile.artifacts import Artifact
-from tuner.compile.units import Underway
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_in
@@ -55,49 +54,24 @@ class Half(Planted):
 """
 
 
-class FakeCompiler:
-    jobs, batch = 8, 2
-    toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
+class TiledCompiler(FakeCompiler):
+    """Has the gate's kernel; others when it is told of their tiles."""
 
     def __init__(self) -> None:
-        self.futures: dict[KernelSpec, Future[Artifact]] = {}
-        self.begun: list[KernelSpec] = []
-        self.released: list[Any] = []
+        super().__init__(late=True)
         self.submit([REFERENCE])
         self.build(REFERENCE)
-
-    def submit(
-        self, specs: Sequence[KernelSpec], owner: Any = None
-    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
-        return [(spec, self.futures.setdefault(spec, Future())) for spec in specs]
-
-    def underway(self) -> dict[Future[Artifact], Underway]:
-        return {self.futures[spec]: Underway(6.0, 2) for spec in self.begun}
-
-    def release(self, owner: Any) -> None:
-        self.released.append(owner)
-
-    def build(self, spec: KernelSpec) -> None:
-        self.futures[spec].set_result(Artifact(spec.key, Path("/k.so"), "0" * 64, None, 2.0))
 
     def build_tile(self, tile: int) -> None:
         self.build(KernelSpec("planted.cu.j2", {"tile": tile}))
 
 
-class FakeWorker:
+class ListingWorker(FakeWorker):
     def __init__(self) -> None:
-        self.asked: list[Ask] = []
+        super().__init__()
         self.listed: list[tuple[Any, ...]] = []
         self.found = [2, 1, 3]
         self.holds: threading.Event | None = None
-        self.closed = 0
-
-    def measure(self, ask: Ask) -> list[CandidateOutcome]:
-        self.asked.append(ask)
-        return [CandidateOutcome(Status.OK, 10.0, 0.1, ask.rounds or 7) for _ in ask.candidates]
-
-    def facts(self) -> dict[str, str]:
-        return {"torch": "2.11"}
 
     def listing(self, problem: GemmProblem, family: str, most: int | None) -> list[Config]:
         self.listed.append((problem, family, most))
@@ -109,12 +83,6 @@ class FakeWorker:
     def interrupt(self) -> None:
         if self.holds is not None:
             self.holds.set()
-
-    def renew(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 class Results(queue.SimpleQueue[Any]):
@@ -143,7 +111,7 @@ def after(event: threading.Event, then: Callable[[], object]) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-Made = tuple[LocalRunner, FakeCompiler, FakeWorker]
+Made = tuple[LocalRunner, TiledCompiler, ListingWorker]
 
 
 @pytest.fixture
@@ -153,7 +121,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Made]:
     monkeypatch.setattr(device, "environment", lambda index: facts)
 
     def runner() -> Made:
-        compiler, worker = FakeCompiler(), FakeWorker()
+        compiler, worker = TiledCompiler(), ListingWorker()
         parts: Any = (compiler, worker)
         made = LocalRunner(
             0,
@@ -252,7 +220,7 @@ def test_close_drops_what_is_submitted_and_leaves_the_pool_to_others(
 
 
 def test_close_ends_a_worker_of_its_own(make: Callable[[], Made]) -> None:
-    compiler: Any = FakeCompiler()
+    compiler: Any = TiledCompiler()
     runner = LocalRunner(0, Regime(), compiler, gpu=DEFAULT_GPU)
     pool = runner._pool
     runner.close()
@@ -424,7 +392,7 @@ def test_a_cancel_while_collecting_begins_ends_it(make: Callable[[], Made]) -> N
 
 def test_a_machine_without_the_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "detect", lambda index: None)
-    compiler: Any = FakeCompiler()
+    compiler: Any = TiledCompiler()
     with pytest.raises(BenchmarkError, match="CUDA device 3 was not found"):
         LocalRunner(3, Regime(), compiler)
 
