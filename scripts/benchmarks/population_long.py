@@ -46,15 +46,10 @@ SHAPES = {128: ((2, 128), (2, 176))}
 PLAIN = "plain"
 """The order without a lever."""
 LAZY: dict[str, Value] = {"rescale": "lazy"}
-TURNS: dict[str, Value] = {"turn_ends": "scores"}
-MAXIMA: dict[str, Value] = {"maxima": "integers"}
 ORDERS: Mapping[str, Mapping[str, Value]] = {
     PLAIN: {},
     "lazy": LAZY,
-    "lazy, turns": LAZY | TURNS,
-    "lazy, maxima": LAZY | MAXIMA,
-    "lazy, turns, maxima": LAZY | TURNS | MAXIMA,
-    "lazy, joined": LAZY | {"joins_tiles": True},
+    "lazy, turns": LAZY | {"turn_ends": "scores"},
 }
 """Levers of each order."""
 LEVERS = frozenset(name for levers in ORDERS.values() for name in levers)

@@ -93,9 +93,7 @@ SKIPPING = [
             skips_masked="halves",
             stages_output=True,
             rescale="lazy",
-            maxima="integers",
             turn_ends="scores",
-            joins_tiles=True,
         ),
     ),
 ]

@@ -125,13 +125,11 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "pads_heads": True,
         "skips_masked": "blocks",
         "rescale": "lazy",
-        "maxima": "integers",
         "turn_ends": "scores",
-        "joins_tiles": True,
         "split_keys": 512,
     }
     absent = {"key_groups", "stages_output", "pads_heads", "skips_masked", "rescale", "split_keys"}
-    absent |= {"maxima", "turn_ends", "joins_tiles"}
+    absent |= {"turn_ends"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
@@ -322,14 +320,6 @@ def test_dense_calls_by_one_kernel_are_launched_plainly() -> None:
     ):
         served = FAMILY.served(problem, FAMILY.called(problem, config, splits))
         assert served["splits"] == splits and served["pdl"] is is_early
-
-
-def test_levers_are_carried_where_they_are_legal() -> None:
-    plain, windowed = (AttentionProblem.parse(f"S=1024,D=128{w}") for w in ("", ",window=64"))
-    levers: dict[str, Value] = {"rescale": "lazy", "maxima": "integers", "joins_tiles": True}
-    joined = make(2, 128, persistent=True, **levers)
-    assert FAMILY.carried(plain, joined) == joined
-    assert levers.keys() & FAMILY.carried(windowed, joined).params.keys() == {"rescale"}
 
 
 def test_a_mask_operand_leaves_registers_for_narrower_tiles() -> None:

@@ -45,12 +45,9 @@ STAGES = "stages_output is not for variable lengths, paged caches or more than 1
 PARTS = "split_keys is for splits=1 without key_groups, stages_output, stream_k, rescale"
 PARTS_COMBINED = "parts of split_keys are combined by a kernel, of blocks that do not persist"
 PARTS_OF = "split_keys is for fp16 and bf16 without windows, sinks, block_mask or packed sequences"
-MAXIMA = "maxima is for rescale=lazy and 3 warp groups at most, without key_groups, windows or"
 RESCALES = "rescale is for one score buffer of fp16 or bf16, only"
-JOINS = "joins_tiles is for persistent blocks with one score buffer and Q in shared memory"
 SKIPS = "skips_masked is for persistent blocks under a causal mask alone, with one score buffer"
 HALVES: dict[str, Value] = {"skips_masked": "halves"}
-INTEGERS: dict[str, Value] = {"maxima": "integers"}
 STAGED: dict[str, Value] = {"stages_output": True}
 WGMMA = "accumulator registers of a WGMMA + 26 exceed"
 
@@ -141,15 +138,6 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
             PARTS_COMBINED,
         ),
         ("D=64", make(1, 64, split_keys=512, combine="cluster"), PARTS_COMBINED),
-        ("D=64", make(2, 64, **INTEGERS), MAXIMA),
-        ("D=64,causal=1,window=64", make(2, 64, rescale="lazy", **INTEGERS), MAXIMA),
-        ("D=64,block_mask=1", make(2, 64, rescale="lazy", **INTEGERS), MAXIMA),
-        ("D=64", shared(2, 2, 64, rescale="lazy", **INTEGERS), MAXIMA),
-        ("D=64", make(4, 32, rescale="lazy", **INTEGERS), MAXIMA),
-        ("D=64", make(2, 64, joins_tiles=True), JOINS),
-        ("D=64,causal=1,window=64", make(2, 64, persistent=True, joins_tiles=True), JOINS),
-        ("D=64,causal=1", make(3, 128, persistent=True, joins_tiles=True, **HALVES), JOINS),
-        ("D=256", make(2, 64, persistent=True, joins_tiles=True), JOINS),
         ("D=64", make(2, 64, turn_ends="scores"), "turn_ends is for ping_pong, only"),
         ("D=64", make(2, 64, splits=2, split_keys=512), PARTS),
         ("D=64", make(2, 64, rescale="lazy", split_keys=512), PARTS),
@@ -188,9 +176,7 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64", make(2, 64, persistent=True, pdl=True)),
         ("D=64,causal=1", make(3, 96, persistent=True, skips_masked="blocks")),
         ("D=64", make(2, 64, rescale="lazy")),
-        ("D=64,causal=1", make(3, 64, rescale="lazy", **INTEGERS)),
         ("D=64", make(2, 64, ping_pong=True, turn_ends="scores")),
-        ("D=64,causal=1", make(2, 128, persistent=True, joins_tiles=True, **HALVES)),
         ("D=64", make(2, 64, split_keys=512)),
         ("D=64", make(2, 64, persistent=True, split_keys=256)),
         ("D=64", make(2, 64, split_keys=512, combine="kernel")),

@@ -56,7 +56,6 @@ WORDS = {
     "mask_operand": ("bool", "additive"),
     "skips_masked": ("blocks", "halves"),
     "rescale": ("lazy",),
-    "maxima": ("integers",),
     "turn_ends": ("scores",),
 }
 #: Share of the multiprocessors that clusters can be relied on to fill: a cluster's are those of one
@@ -66,16 +65,9 @@ CLUSTERED_SHARE = 0.85
 #: Clusters of more than `SMALL_CLUSTER` blocks, for each block of a multiprocessor, that take one
 #: round: with more of them `SMALL_CLUSTER` splits took a fifth to a third less time (H200, H100).
 LARGE_CLUSTERS, SMALL_CLUSTER = 7, 8
-#: Levers that are carried to a problem where they are legal.
-_CARRIED = {
-    "skips_masked": legality.may_skip,
-    "maxima": legality.may_take_integers,
-    "joins_tiles": legality.may_join,
-}
 #: Levers that a draw leaves out half of the time.
 _DRAWN_HALF = (
-    *("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale", "maxima"),
-    *("turn_ends", "joins_tiles"),
+    *("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale", "turn_ends"),
 )
 #: Rows of a page that one copy may bring, widest first.
 BOXES = (64, PAGE_MULTIPLE)
@@ -109,9 +101,7 @@ class FusedAttention(Family):
         "stages_output": (True,),
         "skips_masked": ("blocks", "halves"),
         "rescale": ("lazy",),
-        "maxima": ("integers",),
         "turn_ends": ("scores",),
-        "joins_tiles": (True,),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": range(1, MAX_SPLITS + 1),
@@ -127,7 +117,7 @@ class FusedAttention(Family):
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
-            *("stream_k", "rescale", "maxima", "turn_ends", "joins_tiles", "split_keys"),
+            *("stream_k", "rescale", "turn_ends", "split_keys"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -165,7 +155,7 @@ class FusedAttention(Family):
 
     def carried(self, problem: Problem, config: Config) -> Config:
         """Without grouped heads `packed_heads` is absent, which means 1 to kernels. With variable
-        lengths or paged caches `stages_output` is absent, and levers of `_CARRIED` where not legal.
+        lengths or paged caches `stages_output` is absent, and `skips_masked` where it is not legal.
         A mask operand leaves registers for narrower tiles. Nothing is carried to heads whose
         queries fill no tile.
         """
@@ -188,9 +178,8 @@ class FusedAttention(Family):
             return config
         if group > 1:
             params["packed_heads"] = packed
-        for name, is_legal in _CARRIED.items():
-            if not is_legal(attention, params):
-                params.pop(name, None)
+        if not legality.may_skip(attention, params):
+            params.pop("skips_masked", None)
         return Config(self.name, params)
 
     def draw(
@@ -207,10 +196,6 @@ class FusedAttention(Family):
             if rng.random() < 0.5:
                 params.pop(name, None)
         turn_ends = params.pop("turn_ends", None)
-        if "rescale" not in params:
-            params.pop("maxima", None)
-        if not params["persistent"] or params["q_in_registers"] or params["score_buffers"] > 1:
-            params.pop("joins_tiles", None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
         combine = params.pop("combine", "kernel")
         if params["splits"] != 1:

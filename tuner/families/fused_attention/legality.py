@@ -28,8 +28,6 @@ MAX_STAGED = 16
 MAX_SPLITS = 512
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
 MAX_CLUSTERED = 16
-#: Warp groups that have a named barrier each to vote at.
-MAX_VOTING = 3
 #: Keys of a block that a WGMMA may take half of.
 HALVED = (64, 128, 192, 256)
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
@@ -60,16 +58,6 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
         )
     if "rescale" in config.params and (buffers != 1 or problem.dtype == E4M3):
         reasons.append("rescale is for one score buffer of fp16 or bf16, only")
-    if "maxima" in config.params and not may_take_integers(problem, config.params):
-        reasons.append(
-            f"maxima is for rescale=lazy and {MAX_VOTING} warp groups at most, without key_groups, "
-            "windows or block_mask, only"
-        )
-    if "joins_tiles" in config.params and not may_join(problem, config.params):
-        reasons.append(
-            "joins_tiles is for persistent blocks with one score buffer and Q in shared memory, "
-            "whose warp groups end at one block of keys, full or causal, D=128 or less, only"
-        )
     if "turn_ends" in config.params and not config.get("ping_pong"):
         reasons.append("turn_ends is for ping_pong, only")
     reasons += _packing(problem, config)
@@ -121,24 +109,6 @@ def may_skip(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
         return tile_n in HALVED and 64 // packed <= tile_n // 2
     queries = tile_m(params) // packed
     return queries > 0 and tile_n % queries != 0
-
-
-def may_take_integers(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
-    """True where ``maxima=integers`` is legal."""
-    is_other = problem.is_windowed or bool(problem.block_mask) or "key_groups" in params
-    return "rescale" in params and params["warp_groups"] <= MAX_VOTING and not is_other
-
-
-def may_join(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
-    """True where `joins_tiles` is legal."""
-    is_other = problem.is_windowed or problem.is_packed or problem.dtype == E4M3
-    if is_other or problem.block_mask or problem.mask_operand or "key_groups" in params:
-        return False
-    if not params["persistent"] or params["score_buffers"] > 1 or params["q_in_registers"]:
-        return False
-    if instance(problem.head_dim) > 128:  # spills
-        return False
-    return "skips_masked" not in params or int(params["tile_n"]) % tile_m(params) == 0
 
 
 def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
@@ -214,7 +184,6 @@ def _parts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of `split_keys`."""
     found, keys, params = [], config["split_keys"], config.params
     excluded = ["key_groups", "stages_output", "stream_k", "rescale", "skips_masked"]
-    excluded += ["maxima", "joins_tiles"]
     if config["splits"] > 1 or any(name in params for name in excluded):
         found.append(f"split_keys is for splits=1 without {', '.join(excluded)}, only")
     if config["score_buffers"] > 1:

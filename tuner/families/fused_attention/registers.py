@@ -25,8 +25,6 @@ NARROW_OVERHEAD_REGISTERS = 24
 #: Further ones beside two score buffers under a sliding window, whose mask has two edges; with
 #: tile_n=128 at D=64, 192 accumulators, ptxas spills 28 bytes.
 WINDOW_REGISTERS = 24
-#: Further ones where two tiles are under way: with tile_n=80 at D=128 three groups spill 20 bytes.
-JOINED_REGISTERS = 9
 #: Further ones beside the elements of a mask operand: where its rows lie.
 MASK_REGISTERS = 16
 #: The same of a block-sparse mask: where its bits lie, and those of two rows.
@@ -50,7 +48,6 @@ def spills(problem: AttentionProblem, config: Config) -> bool:
     consumer = registers(problem, config)[1]
     overhead = NARROW_OVERHEAD_REGISTERS if consumer <= 104 else OVERHEAD_REGISTERS
     overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
-    overhead += JOINED_REGISTERS if "joins_tiles" in config.params else 0
     if (operand := problem.mask_operand) is not None:
         overhead += tile_n * DTYPE_BYTES[operand.dtype] // 8 + MASK_REGISTERS
     overhead += BLOCK_MASK_REGISTERS if problem.block_mask else 0
