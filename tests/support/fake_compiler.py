@@ -25,7 +25,7 @@ class FakeCompiler:
     jobs, batch = 8, 2
     toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
     used: Resources | None = None
-    """Of each artifact."""
+    """Resources of each artifact."""
 
     def __init__(self, late: bool = False) -> None:
         self.late = late
@@ -35,7 +35,7 @@ class FakeCompiler:
         self.released: list[Any] = []
 
     def error(self, spec: KernelSpec) -> Exception | None:
-        """What there is in place of an artifact."""
+        """Return the error that there is in place of an artifact."""
         return None
 
     def key(self, spec: KernelSpec) -> str:
