@@ -214,6 +214,7 @@ class TestWrongInput:
             (["profile", *SHAPE, "--timeout", "0"], "argument --timeout: 0 is out of range"),
             (["revalidate", "--more", "-1"], "argument --more: -1 is out of range"),
             (["shapes", "--model", "x", "--ranks", "0"], "argument --ranks: 0 is out of range"),
+            (["shapes", "--model", "x", "--chunk", "0"], "argument --chunk: 0 is out of range"),
             (["fit", "--kernels", "0"], "argument --kernels: 0 is out of range"),
             (["sweep", *SHAPE, "--device", "-1"], "device=-1 is out of range"),
             (["sweep", *SHAPE, "--device", "9"], "device=9 is not a CUDA device"),

@@ -173,9 +173,7 @@ def test_the_command_writes_a_list_for_a_sweep(config: Path, tmp_path: Path, cap
     ("options", "message"),
     [
         (["--page-size", "32"], "--page-size is for --engine"),
-        (["--page-size", "0"], "--page-size is for --engine"),
         (["--engine", "vllm", "--page-size", "24"], "page_size=24"),
-        (["--engine", "vllm", "--chunk", "0"], "chunk=0"),
         (["--engine", "vllm", "--decode"], "--decode is not for --engine"),
         (["--engine", "vllm", "--batch", "2"], "--batch is not for --engine"),
         (["--engine", "vllm", "--concurrency", "many"], "concurrency=many"),

@@ -249,7 +249,8 @@ class TestReport:
         answer = client.get(link)
         assert answer.status_code == 200
         text = Text(answer.text).said
-        assert "fused_attention b68d7d computes attention B=1,H=16,S=1024,D=64,dtype=fp16" in text
+        assert "attention B=1,H=16,S=1024,D=64,dtype=fp16 on NVIDIA H200" in text
+        assert "fused_attention b68d7d" in text
         assert "tuner build --shape B=1,H=16,S=1024,D=64,dtype=fp16" in text
 
     def test_its_scripts_reach_nothing(self, client: TestClient) -> None:
