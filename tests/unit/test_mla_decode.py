@@ -83,7 +83,7 @@ def test_a_problem_has_one_latent_head_and_known_widths() -> None:
     assert AttentionProblem.parse("S=64,D=64,DV=64").key == AttentionProblem.parse("S=64,D=64").key
 
 
-def test_the_rule_serves_both_kinds_of_blocks() -> None:
+def test_the_rule_serves_few_heads_and_many() -> None:
     one = rule.select(replace(PROBLEM, heads_q=64), DEFAULT_GPU)
     two = rule.select(PROBLEM, DEFAULT_GPU)
     assert one is not None and two is not None
