@@ -94,7 +94,8 @@ def test_a_paged_cache_of_e4m3_is_copied_by_16_bits_and_holds_nans_elsewhere() -
     assert {at for at, one in device.patterns.items() if one == E4M3_POISON} == caches
     halves = [stride // 2 for stride in problem.matrices[1].strides[:3]]
     assert {tuple(n[2:]) for n in copies} == {(2, 32, *halves, 16)}
-    assert pages.row_bytes(problem) * 2 == pages.row_bytes(PAGED)
+    wide = [(name, 2 * size) for name, size in pages.row_bytes(problem)]
+    assert wide == list(pages.row_bytes(PAGED))
     names = [one.name for one in problem.inputs[3:]]
     assert names[-3:] == ["descale_q", "descale_k", "descale_v"]
     assert [one.shape for one in problem.inputs[-3:]] == [(4,), (2,), (2,)]
@@ -120,11 +121,11 @@ def test_the_reference_is_given_its_bias() -> None:
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
     at = made.pointers
     assert tensors[5:] == [0, 0, 0, at["bias"], 0, 0, 0]
-    assert integers[-3:] == [0, 70 * 90, 90]
+    assert integers[-4:] == [0, 70 * 90, 90, 64]  # strides of the bias, columns of values
     made, _, kernel = opened(ATTENTION)
     made.load("random")
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    assert (tensors[5:], integers[-3:]) == ([0] * 7, [0] * 3)
+    assert (tensors[5:], integers[-4:-1]) == ([0] * 7, [0] * 3)
 
 
 @pytest.mark.parametrize(("axes", "extents"), [("b", (140, 70, 90)), ("bhk", (8, 1, 90))])
@@ -138,7 +139,7 @@ def test_a_boolean_mask_is_planted_row_by_row(axes: str, extents: tuple[int, ...
     assert not [given for given in kernel.given if given[1][0] == 0 and given[0] == [at]]
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
     assert tensors[5:] == [0, 0, 0, 0, 0, 0, at]
-    assert tuple(integers[-3:]) == problem.mask_strides
+    assert tuple(integers[-4:-1]) == problem.mask_strides
 
 
 @pytest.mark.parametrize("kind", KINDS["attention"])
@@ -154,7 +155,7 @@ def test_a_block_sparse_mask_is_written_as_tables_and_dense_for_the_reference(ki
     *others, dense = tensors[5:]
     assert others == [0] * 6 and device.written[dense] == tables.dense
     assert len(tables.dense) == 4 * 170 * 290
-    assert tuple(integers[-3:]) == problem.mask_strides == (0, 170 * 290, 290)
+    assert tuple(integers[-4:-1]) == problem.mask_strides == (0, 170 * 290, 290)
 
 
 def test_a_bias_grows_with_the_scores() -> None:
@@ -168,10 +169,11 @@ def test_the_reference_reads_no_row_that_is_not_there(kind: str, batch: int) -> 
     problem = AttentionProblem.parse(
         f"B={batch},H=12,HKV=1,SQ=31,SKV=128,D=24,varlen=1,page_size=256,layout=bshd"
     )
-    size = pages.row_bytes(problem)
+    sizes = dict(pages.row_bytes(problem))
     hidden = 0
     for one, shift, sides in inputs.parts_of(problem, kind):
         _, key, value, _ = one.matrices
-        assert shift["key"] + key.bytes <= size and shift["value"] + value.bytes <= size
+        assert shift["key"] + key.bytes <= sizes["key"]
+        assert shift["value"] + value.bytes <= sizes["value"]
         hidden += inputs.sees_nothing(one, sides)
     assert hidden == sum(keys == 0 for keys in pages.lengths_of(problem, kind))

@@ -181,8 +181,9 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
     if rule := rule_of(problem):
         selection = rule.select(problem, gpu)
     elif mine := _portfolio_of(problem, gpu):
-        is_unlike = posed.is_unlike and isinstance(problem, AttentionProblem)
-        selection = mine.select(replace(problem, is_varlen=True) if is_unlike else problem)
+        if posed.is_unlike and isinstance(problem, AttentionProblem):
+            problem = replace(problem, is_varlen=True)
+        selection = mine.select(problem)
     if selection is None:
         return None
     candidates = _Candidates(posed, gpu, device, excluded, selection)
