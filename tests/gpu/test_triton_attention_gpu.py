@@ -213,7 +213,8 @@ def test_threads_that_never_touched_cuda(compiler: Compiler, own_store: None) ->
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="one GPU is here"
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2,
+    reason="fewer than two GPUs are here",
 )
 @pytest.mark.compile
 def test_two_gpus_of_one_process(compiler: Compiler, own_store: None) -> None:

@@ -279,6 +279,7 @@ def _torch_and_peers() -> Iterator[Finding]:
             extra_command("torch"),
         )
         return
+    from tuner import settings
     from tuner.families import families
     from tuner.families.peers.installed import PEERS
 
@@ -304,6 +305,9 @@ def _torch_and_peers() -> Iterator[Finding]:
         "TUNER_PEERS_PATH"
     )
     yield Finding("peers", OK, peers) if peers else Finding("peers", NOTE, "none", advice)
+    place = settings.peers_path()
+    if place is not None and not place.is_dir():
+        yield Finding("peers", NOTE, f"TUNER_PEERS_PATH={place} is not a folder", advice)
     for family in families().values():
         if family.is_listed and (lacks := family.lacks()):
             absence, _, how = lacks.partition(": ")

@@ -70,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
         NoValidConfigError: when there are no measurements.
     """
     from tuner.report.analysis import verdict
+    from tuner.report.page import require_extra
 
     refuse_options(args)
+    require_extra()
     if args.job is not None and args.pictures is not None:
         raise ConfigError("--pictures draws one page: name it by --shape, --recording or --model")
     if args.pictures is not None:

@@ -81,7 +81,12 @@ def page(
     )
 
 
-def _library() -> str:
+def require_extra() -> None:
+    """Refuse what no report can be made without.
+
+    Raises:
+        ConfigError: when the extra is not installed.
+    """
     try:
         import sklearn  # noqa: F401  # what Optuna's fANOVA stands on
         import vl_convert  # noqa: F401
@@ -89,6 +94,10 @@ def _library() -> str:
         raise ConfigError(
             f"a report needs the extra '{EXTRA}' ({exc.name}): `{extra_command(EXTRA)}`"
         ) from exc
+
+
+def _library() -> str:
+    require_extra()
     return assets.library().replace("</script", "<\\/script")
 
 
