@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.base.processes import python_command
+
 TOP = Path(__file__).parents[1]
 _LIMIT_S = 3600
 _PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--quiet")
@@ -91,12 +93,12 @@ def run(row: Row, folder: Path) -> str:
         Missing: when the version cannot be had here.
         CalledProcessError: when a test fails.
     """
-    python, variables = sys.executable, dict(os.environ)
+    (python, _), variables = python_command(), dict(os.environ)
     if row.thing == "Python":
         python = _environment(row.version, folder)
         variables["TUNER_TEST_TORCH"] = "0"
     elif row.requirements:
-        _install(sys.executable, "--target", str(folder), *row.requirements)
+        _install(python, "--target", str(folder), *row.requirements)
         if row.folder == "compile":
             variables["TUNER_NVCC"] = str(folder / "nvidia/cu13/bin/nvcc")
         else:

@@ -65,7 +65,7 @@ def found(name: str, fused: list[Target]) -> list[Target]:
 @pytest.mark.parametrize("name", targets.FAMILIES)
 def test_every_kernel_is_legal_on_tiny_problems(name: str, fused: list[Target]) -> None:
     listed = found(name, fused)
-    assert len(listed) == len({target.label() for target in listed}) >= 4
+    assert len(listed) == len({target.label() for target in listed}) >= 2
     for target in listed:
         member = FUSED if name == "paged_attention" else family(name)
         assert target.family == member.name and target.launches and target.specs()
