@@ -124,6 +124,15 @@ def test_blocks_share_the_parts_of_few_sequences(head_dim: int, page_size: int) 
     assert (few["warp_groups"], prompts["warp_groups"]) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("group", "packed"), [(1, 1), (2, 8), (3, 8), (4, 4), (7, 8), (8, 8), (12, 4)]
+)
+def test_decoding_reads_the_keys_once_for_up_to_eight_heads(group: int, packed: int) -> None:
+    problem = replace(PAGED, heads_q=4 * group, heads_kv=4, batch=64, seqlen_q=1)
+    config, reduction = chosen(problem)
+    assert (config.get("packed_heads", 1), reduction.step) == (packed, 512)
+
+
 def test_the_class_is_that_of_most_sizes_then_of_the_least_loss() -> None:
     narrow, wide, rare = (ReductionClass(depth) for depth in (8, 16, 32))
     times = [{narrow: 4.0, wide: 9.0, rare: 1.0}, {narrow: 4.0, wide: 1.0}]

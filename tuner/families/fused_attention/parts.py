@@ -30,6 +30,8 @@ PACKS = ((1, False), (4, False), (8, True))
 """Query heads to a KV head that a decoding kernel computes together, and whether any number up to
 it is padded.
 """
+MOST_PADDED = PACKS[-1][0]
+"""Heads of the pack that is filled up: it reads the keys once."""
 MOST_QUERIES = 64
 """Queries from which on a call has kernels of prompts."""
 _COMMON: Mapping[str, Value] = {
@@ -55,11 +57,9 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
         return
     group = problem.heads_q // problem.heads_kv
     prompt = _prompt(problem)
-    packed, pads = next(
-        ((n, pads) for n, pads in PACKS[::-1] if (group % n == 0 if not pads else 4 < group < n)),
-        PACKS[0],
-    )
-    decoding = shared(problem, _decoding(problem, packed, pads), gpu)
+    is_padded = 1 < group <= MOST_PADDED and group != 4
+    packed = MOST_PADDED if is_padded else 4 if group % 4 == 0 else 1
+    decoding = shared(problem, _decoding(problem, packed, is_padded), gpu)
     is_prompt = problem.seqlen_q * packed >= MOST_QUERIES * 2
     yield from (prompt, decoding) if is_prompt else (decoding, prompt)
 
