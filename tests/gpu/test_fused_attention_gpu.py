@@ -83,7 +83,7 @@ def artifacts(compiler: Compiler) -> Artifacts:
 
 @pytest.fixture(scope="module")
 def found(artifacts: Artifacts) -> Iterator[Mapping[str, Future[list[tuple[Trial, Finding]]]]]:
-    """What each child finds; all are started at once."""
+    """Reports of the children, which are all started at once."""
     workers = max(1, min(CHILDREN, len(os.sched_getaffinity(0)) // 2))
     with ThreadPoolExecutor(workers) as pool:
         order = sorted(PARTS, key=lambda part: part != "large")

@@ -1,5 +1,5 @@
-"""What calls are given, on the GPU: causal masks of unequal lengths by every way in, tensors that
-lie as no kernel reads them, a model's soft cap, and calls that are refused.
+"""Inputs of calls on the GPU: causal masks of unequal lengths by every way in, tensors that lie as
+no kernel reads them, a model's soft cap, and calls that are refused.
 """
 
 from __future__ import annotations

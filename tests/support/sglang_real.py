@@ -120,8 +120,12 @@ def errors() -> dict[str, float]:
             if case.forward_mode.is_target_verify():  # lengths without the drafts
                 batch.seq_lens = batch.seq_lens - 4
                 batch.seq_lens_cpu = batch.seq_lens_cpu - 4
-            with contextlib.suppress(NotImplementedError):
+            try:
                 out = harness.run_dense_fixture_eager(fixture)
+            except NotImplementedError:  # SGLang's own kernels need a GPU
+                assert len(served) == before, case.name
+                found[case.name] = -1.0
+                continue
             wanted = harness.expected_dense_fixture_output(fixture)
             is_served = len(served) > before
             found[case.name] = (out - wanted).abs().max().item() if is_served else -1.0

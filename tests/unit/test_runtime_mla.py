@@ -79,7 +79,7 @@ def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
 
 
 def computed(tensors: Any, integers: Any, scalars: Any) -> None:
-    """What a kernel does with these arguments, by PyTorch's operations over their addresses."""
+    """Do a kernel's work by PyTorch's operations, over the addresses that it was given."""
     n = dict(zip(ARGUMENTS.integers, integers, strict=True))
     at = dict(zip(ARGUMENTS.tensors, tensors, strict=True))
 

@@ -69,7 +69,7 @@ def baselines(problem: Problem) -> set[str]:
 
 
 SURVEYS = [path for path in FILES if "-stream-" in path.name]
-"""Of `tuner develop survey`: kernels at problems that nobody decides, each timed once."""
+"""Recordings of `tuner develop survey`, whose kernels were each timed once, without a decision."""
 
 
 def test_surveys_hold_own_kernels_beside_pytorch_s() -> None:

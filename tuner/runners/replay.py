@@ -47,7 +47,7 @@ class ReplayRunner(OfflineRunner):
         return legal or [c for c in recorded if family.accepts(problem, c, self.gpu)]
 
     def _answer(self, problem: Problem, config: Config) -> Measurement:
-        """What was recorded; another candidate does not exist."""
+        """The recorded measurement of one of the recorded candidates."""
         return self._quick[problem.key, config.digest]
 
     def retime(

@@ -42,7 +42,7 @@ class Ratios(NamedTuple):
     """Ratios at the sizes of calls, in the order of the second size, which differs most."""
 
     places: tuple[tuple[float, float, float], ...]
-    """Octaves of each call's second, first and third size; 0 where there is no third."""
+    """Second, first and third size of each call, in octaves; an absent third size is 0."""
     logs: tuple[float, ...]
     """Natural logarithms of PyTorch's time over the own kernel's."""
     is_elsewhere: bool = False

@@ -39,7 +39,7 @@ CHAIN_SCALE = 16.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What one kernel did on one case; no `faults` is a pass."""
+    """Result of one kernel on one case, which passed if `faults` is empty."""
 
     frobenius: float | None = None
     """Relative Frobenius error against fp64."""
