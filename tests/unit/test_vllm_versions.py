@@ -22,7 +22,8 @@ SUPPORT = ROOT / "tests" / "support"
 FOLDER = os.environ.get("TUNER_TEST_VLLM")
 UNPACKED = sorted(path for path in Path(FOLDER).iterdir() if path.is_dir()) if FOLDER else [None]
 MIN_PASSED = 50
-"""Tests of `test_runtime_vllm.py` that no version skips."""
+"""Tests of `FILES` that no version skips."""
+FILES = "tests/unit/test_runtime_vllm.py", "tests/unit/test_vllm_entry_point.py"
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not FOLDER, reason="TUNER_TEST_VLLM names no folder of unpacked vLLM"),
@@ -69,6 +70,6 @@ def test_its_classes_serve_and_refuse_as_the_stand_ins_do(folder: Path) -> None:
         pytest.skip(reason)
     others = "not first and not last"
     options = "-p", "engine_unpacked", "-q", "-k", others, "-p", "no:cacheprovider"
-    out = printed(folder, "-m", "pytest", *options, "tests/unit/test_runtime_vllm.py")
+    out = printed(folder, "-m", "pytest", *options, *FILES)
     passed = re.search(r"(\d+) passed", out)
     assert passed and int(passed[1]) >= MIN_PASSED and "is not installed" not in out, out
