@@ -12,6 +12,7 @@ import pytest
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import families
 from tuner.hardware import GPUS
 from tuner.problem import (
     AttentionProblem,
@@ -183,6 +184,27 @@ def test_an_engine_s_own_attention_answers_where_it_is_faster(name: str) -> None
     assert answering(chunk, H200, engine=engine).by == "the engine's"
     assert answering(chunk, H200, engine=ENGINES["transformers"]).by == "fused_attention"
     assert answering(chunk, H200).by == "fused_attention"
+
+
+def test_in_the_batch_invariant_mode_a_class_answers_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also calls that PyTorch or an engine answers without the mode."""
+    chunk = AttentionProblem.parse(f"B=4,{PAGED.format(2048, 1)}")
+    decoding = AttentionProblem.parse(f"B=16,{PAGED.format(1, 0)}")
+    many, few = (GemmProblem.parse(f"M={m},N=4096,K=4096,dtype=bf16") for m in (8192, 1))
+    monkeypatch.setenv("TUNER_BATCH_INVARIANT", "1")
+    found = {p: answering(p, H200, engine=ENGINES["vllm"]) for p in (chunk, decoding, many, few)}
+    for pair in ((chunk, decoding), (many, few)):
+        classes = set()
+        for problem in pair:
+            config = found[problem].config
+            assert config is not None and found[problem].kernels
+            classes.add(families()[config.family].reduction_class(problem, config))
+        assert len(classes) == 1
+    assert found[decoding].problem.is_causal  # as the runtime asks
+    unknown = answering(SoftmaxProblem.parse("M=77,N=777"), H200)
+    assert (unknown.source, unknown.config) == ("unknown", None)
 
 
 def test_a_peer_has_the_time_of_measured_ratios(monkeypatch: pytest.MonkeyPatch) -> None:

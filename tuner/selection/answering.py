@@ -1,7 +1,7 @@
 """Kernels that answer a model's calls: their expected times beside PyTorch's and the peers'.
 
 The order is the runtime's: a measured decision, a rule, a portfolio's choice, else PyTorch. All
-kernels count as built.
+kernels count as built. Under ``TUNER_BATCH_INVARIANT`` a kernel of the layer's class answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from tuner import settings
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -21,12 +22,12 @@ from tuner.measurement import Measurement, Provenance
 from tuner.problem import E4M3, AttentionProblem, Problem
 from tuner.problem.engines import Engine
 from tuner.problem.steps import ModelStep
-from tuner.selection import engine_ratios
+from tuner.selection import engine_ratios, invariant
 from tuner.selection.candidates import pytorchs_choice
 from tuner.selection.domains import domain_of
 from tuner.selection.engine_ratios import EngineRatios
 from tuner.selection.peer_ratios import sizes_of
-from tuner.selection.portfolio import serving, shipped
+from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import lookup
 from tuner.selection.result import LookupResult
 from tuner.selection.rules import rule_of
@@ -88,10 +89,12 @@ def answering(
     Raises:
         StoreError: when the store or a shipped file cannot be read.
     """
+    mine = next((p for p in serving(shipped(), gpu) if p.op == problem.op), None)
+    if settings.batch_invariant():
+        return _invariant(problem, gpu, mine)
     answer = _answering(problem, gpu, path)
     if not isinstance(problem, AttentionProblem) or answer.us is None:
         return answer
-    mine = next((p for p in serving(shipped(), gpu) if p.op == problem.op), None)
     if mine is None:
         return answer
     if problem.is_paged and engine is not None and engine.has_attention:
@@ -103,6 +106,17 @@ def answering(
         for ratio in ratios
     ]
     return replace(answer, peer=min(peers, key=lambda rival: rival.us, default=answer.peer))
+
+
+def _invariant(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Answering:
+    """A kernel of the class of the problem's layer. Over pages a single query has a mask."""
+    if isinstance(problem, AttentionProblem) and problem.is_paged:
+        problem = replace(problem, is_causal=True)
+    selection = invariant.select(problem, gpu, None if rule_of(problem) else portfolio)
+    if selection is None:
+        return Answering(problem, UNKNOWN)
+    us, config = selection.expected[0]
+    return Answering(problem, "predicted", us, config, config.family)
 
 
 def _beside_engine(

@@ -82,9 +82,11 @@ def class_of(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Reducti
 
 
 def layer(problem: Any) -> tuple[Problem, ...]:
-    """Problems of the sizes that a layer's class is chosen by, equal for all calls of a layer."""
+    """Problems of the sizes that a layer's class is chosen by, equal for all calls of a layer; none
+    of an operation without classes, as a gradient of attention.
+    """
     if not isinstance(problem, AttentionProblem):
-        return tuple(replace(problem, m=m) for m in ROWS)
+        return tuple(replace(problem, m=m) for m in ROWS if hasattr(problem, "m"))
     problem = problem if problem.is_packed else replace(problem, layout="bhsd")
     if problem.is_varlen and not problem.is_paged:
         return tuple(_sized(problem, batch, length, length) for batch, length in PROMPTS)
