@@ -202,7 +202,7 @@ def test_in_the_batch_invariant_mode_a_class_answers_every_call(
             assert config is not None and found[problem].kernels
             classes.add(families()[config.family].reduction_class(problem, config))
         assert len(classes) == 1
-    assert found[decoding].problem.is_causal  # as the runtime asks
+    assert found[decoding].problem == replace(decoding, is_causal=True)  # as the runtime asks
     unknown = answering(SoftmaxProblem.parse("M=77,N=777"), H200)
     assert (unknown.source, unknown.config) == ("unknown", None)
 

@@ -82,8 +82,9 @@ def class_of(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Reducti
 
 
 def layer(problem: Any) -> tuple[Problem, ...]:
-    """Problems of the sizes that a layer's class is chosen by, equal for all calls of a layer; none
-    of an operation without classes, as a gradient of attention.
+    """Problems of the sizes that a layer's class is chosen by, equal for all calls of a layer.
+
+    Operations without classes, as gradients of attention, have none.
     """
     if not isinstance(problem, AttentionProblem):
         return tuple(replace(problem, m=m) for m in ROWS if hasattr(problem, "m"))
