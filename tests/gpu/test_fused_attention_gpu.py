@@ -1,8 +1,7 @@
 """Our own fused attention on the GPU, proven: see `fused_attention_proof`.
 
 A few dozen kernels are compiled, and those that can compute a case do so, in children of one kind
-of kernels each. The tests say what must hold of what was found. TUNER_TEST_CONFIGS names a file
-with further configs (see `plan.given`).
+of kernels each. The tests say what must hold of what was found.
 """
 
 from __future__ import annotations
@@ -55,13 +54,7 @@ Artifacts = Mapping[KernelSpec, Artifact]
 
 @cache
 def proven() -> list[plan.Kernel]:
-    further = os.environ.get("TUNER_TEST_CONFIGS")
-    return plan.everything(
-        family("fused_attention"),
-        detect() or DEFAULT_GPU,
-        cases.drawn(),
-        Path(further) if further else None,
-    )
+    return plan.everything(family("fused_attention"), detect() or DEFAULT_GPU, cases.drawn())
 
 
 @cache

@@ -66,18 +66,109 @@ def lines(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, str]:
     return {**named, "verdict": rows[-1]}
 
 
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "detect", lambda index: None)
+def failing(error: Exception | int) -> Any:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
+
+    return fail
 
 
-def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> tuple[Path, str]:
-        raise CompileError(
-            f"no nvcc >= 12.3 was found (looked in PATH: none): {toolchain.nvcc_help()}"
-        )
+NO_NVCC = f"no nvcc >= 12.3 was found (looked in PATH: none): {toolchain.nvcc_help()}"
+NO_GPU = (device, "detect", lambda index: None)
+NO_COMPILER = (toolchain, "find_nvcc", failing(CompileError(NO_NVCC)))
+NO_TOOLS = (toolchain, "find_toolchain", failing(CompileError(NO_NVCC)))
+OLD_GPU = Gpu("Tesla T4", "7.5", 40, 1590, 320.0, 1 << 22)
+OLD_DRIVER = Environment({"driver": "550.54", "cuda": "12.4"})
+CUINIT = "cuInit: CUDA_ERROR_UNKNOWN"
 
-    monkeypatch.setattr(toolchain, "find_nvcc", fail)
-    monkeypatch.setattr(toolchain, "find_toolchain", fail)
+
+@pytest.mark.parametrize(
+    ("changes", "code", "texts"),
+    [
+        ([NO_GPU], 1, {"GPU": "missing: no CUDA device 0", "verdict": "ranks by predicted time"}),
+        (
+            [NO_GPU, NO_COMPILER, NO_TOOLS],
+            1,
+            {
+                "nvcc": re.escape(f"missing: {NO_NVCC}".replace("none): ", "none) - ")),
+                "verdict": "replays recordings",
+            },
+        ),
+        ([NO_COMPILER, NO_TOOLS], 1, {"verdict": "lookup answers"}),
+        (
+            [(device, "detect", lambda index: OLD_GPU)],
+            1,
+            {"GPU": "missing: Tesla T4, compute capability 7.5.* 8.0 and newer"},
+        ),
+        (
+            [(device, "environment", lambda index: OLD_DRIVER)],
+            1,
+            {"driver": "nvcc 13.0.88 needs a newer driver"},
+        ),
+        ([(device, "detect", failing(BenchmarkError(CUINIT)))], 1, {"GPU": CUINIT}),
+        (
+            [(device, "occupants", lambda index: ["pid 7 (train), 512 MiB"])],
+            0,
+            {"GPU use": r"note: pid 7 \(train\), 512 MiB"},
+        ),
+        (
+            [(doctor, "_version", lambda name: None)],
+            1,
+            {"cuda-python": f"missing: not installed - {install_command('cuda-core')}"},
+        ),
+        ([(toolchain, "probe", lambda tools: "fatal: no a.h")], 1, {"compiling": "no a.h"}),
+        (
+            [(toolchain, "find_nvcc", lambda: (Path("/nvcc"), "12.4.131"))],
+            0,
+            {"nvcc": r"note: 12.4.131 \(/nvcc\) - 12.8 or newer"},
+        ),
+        (
+            [(toolchain, "find_nvcc", lambda: (Path("/nvcc"), "13.2.86"))],
+            0,
+            {
+                "nvcc": r"note: 13.2.86 \(/nvcc\), and the shipped proofs are of 13.0.88.*"
+                f"`tuner prove`.*{re.escape(toolchain.PROVEN_PACKAGES)}"
+            },
+        ),
+        (
+            [(filesystem.fcntl, "flock", failing(errno.ENOLCK))],
+            1,
+            dict.fromkeys(
+                ("store", "artifact cache"),
+                r"missing: .*is on a file system without locks \(No locks available\)",
+            ),
+        ),
+        (
+            [(filesystem.mmap, "mmap", failing(errno.EPERM))],
+            1,
+            {"artifact cache": "is mounted noexec: libraries there cannot be loaded"},
+        ),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
+)
+def test_what_a_machine_lacks_is_a_line(
+    changes: list[tuple[Any, str, Any]],
+    code: int,
+    texts: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for change in changes:
+        monkeypatch.setattr(*change)
+    said = lines(capsys, code)
+    for name, text in texts.items():
+        assert re.search(text, said[name]), said[name]
+    assert (NO_COMPILER in changes) == ("compiling" not in said)
+
+
+def test_flags_that_nvcc_reads_by_itself_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-ccbin=/usr/bin/g++")
+    text = lines(capsys, 0)["flags of nvcc"]
+    assert text.startswith("note: NVCC_APPEND_FLAGS=-G: kernels of other keys")
+    assert "`tuner prove --carry`" in text and "NVCC_PREPEND_FLAGS" not in text
 
 
 def test_a_complete_machine_can_measure(
@@ -145,47 +236,6 @@ def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_name["torch"]["state"] == "note"
 
 
-def test_without_a_gpu_the_job_that_is_left_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_gpu(monkeypatch)
-    said = lines(capsys, 1)
-    assert said["GPU"].startswith("missing: no CUDA device 0")
-    assert "cannot measure here without:" in said["verdict"]
-    assert "ranks by predicted time" in said["verdict"]
-
-
-def test_without_a_compiler_and_a_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_gpu(monkeypatch)
-    no_nvcc(monkeypatch)
-    said = lines(capsys, 1)
-    assert said["nvcc"] == (
-        f"missing: no nvcc >= 12.3 was found (looked in PATH: none) - {toolchain.nvcc_help()}"
-    )
-    assert "compiling" not in said
-    assert "replays recordings" in said["verdict"]
-    assert "predicted" not in said["verdict"]
-
-
-def test_without_a_compiler(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_nvcc(monkeypatch)
-    assert "lookup answers" in lines(capsys, 1)["verdict"]
-
-
-def test_a_gpu_that_is_too_old_is_not_enough(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = Gpu("Tesla T4", "7.5", 40, 1590, 320.0, 1 << 22)
-    monkeypatch.setattr(device, "detect", lambda index: gpu)
-    said = lines(capsys, 1)["GPU"]
-    assert said.startswith("missing: Tesla T4, compute capability 7.5")
-    assert "allowed: compute capability 8.0 and newer" in said
-
-
 def test_another_gpu_than_hopper_has_tritons_attention(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,53 +248,6 @@ def test_another_gpu_than_hopper_has_tritons_attention(
     assert said["Triton"].endswith(f" Hopper - {extra_command('triton')}")
     monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "3.7.0")
     assert lines(capsys, 0)["Triton"].startswith("ok: 3.7.0")
-
-
-def test_a_driver_that_is_too_old_for_nvcc(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = {"driver": "550.54", "cuda": "12.4"}
-    monkeypatch.setattr(device, "environment", lambda index: Environment(facts))
-    assert "nvcc 13.0.88 needs a newer driver" in lines(capsys, 1)["driver"]
-
-
-def test_a_driver_that_fails_is_a_finding(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(index: int) -> Gpu:
-        raise BenchmarkError("cuInit: CUDA_ERROR_UNKNOWN")
-
-    monkeypatch.setattr(device, "detect", fail)
-    assert "cuInit: CUDA_ERROR_UNKNOWN" in lines(capsys, 1)["GPU"]
-
-
-def test_a_busy_gpu_is_noted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "occupants", lambda index: ["pid 7 (train), 512 MiB"])
-    assert lines(capsys, 0)["GPU use"].startswith("note: pid 7 (train), 512 MiB")
-
-
-def test_missing_cuda_python(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
-    wanted = f"missing: not installed - {install_command('cuda-core')}"
-    assert lines(capsys, 1)["cuda-python"] == wanted
-
-
-def test_a_compiler_that_does_not_compile(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(toolchain, "probe", lambda tools: "fatal error: crt/host_config.h")
-    assert "crt/host_config.h" in lines(capsys, 1)["compiling"]
-
-
-def test_an_old_compiler_is_noted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (Path("/nvcc"), "12.4.131"))
-    assert lines(capsys, 0)["nvcc"].startswith("note: 12.4.131 (/nvcc) - 12.8 or newer")
 
 
 def test_a_store_that_is_no_database(capsys: pytest.CaptureFixture[str], machine: Path) -> None:
@@ -346,31 +349,6 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         artifacts.parse_size(text)
 
 
-def failing(number: int) -> Any:
-    def fail(*_: object, **__: object) -> NoReturn:
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
-def test_folders_without_locks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(filesystem.fcntl, "flock", failing(errno.ENOLCK))
-    said = lines(capsys, 1)
-    for name in ("store", "artifact cache"):
-        assert "is on a file system without locks (No locks available)" in said[name]
-        assert said[name].startswith("missing: ")
-
-
-def test_a_cache_on_a_mount_without_execution(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(filesystem.mmap, "mmap", failing(errno.EPERM))
-    said = lines(capsys, 1)
-    assert "is mounted noexec: libraries there cannot be loaded" in said["artifact cache"]
-
-
 def test_a_full_folder_of_temporary_files(
     capsys: pytest.CaptureFixture[str], machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,22 +417,3 @@ def test_a_store_in_memory_is_refused(
     monkeypatch.setenv("TUNER_STORE", url)
     assert "is a database in memory" in lines(capsys, 1)["store"]
     assert main(["list"]) == 2
-
-
-def test_flags_that_nvcc_reads_by_itself_are_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
-    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-ccbin=/usr/bin/g++")
-    text = lines(capsys, 0)["flags of nvcc"]
-    assert text.startswith("note: NVCC_APPEND_FLAGS=-G: kernels of other keys")
-    assert "`tuner prove --carry`" in text and "NVCC_PREPEND_FLAGS" not in text
-
-
-def test_a_compiler_without_shipped_proofs_is_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (Path("/cuda/nvcc"), "13.2.86"))
-    said = lines(capsys, 0)["nvcc"]
-    assert said.startswith("note: 13.2.86 (/cuda/nvcc), and the shipped proofs are of 13.0.88")
-    assert "`tuner prove`" in said and toolchain.PROVEN_PACKAGES in said

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,6 @@ import pytest
 from fused_attention_proof import cases, plan
 from fused_attention_proof.cases import Case
 
-from tuner.config import Config
-from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.base import LSE
 from tuner.hardware import DEFAULT_GPU
@@ -67,18 +63,6 @@ def test_the_list_is_what_was_asked_for() -> None:
     assert strides == set(product(("query", "key", "value", "out"), cases.LAYOUTS))
 
 
-def test_the_suite_is_whole() -> None:
-    found = Counter(
-        (p.batch, p.heads_q, p.heads_kv, p.seqlen_q, p.head_dim, p.is_causal, p.dtype)
-        for p in (c.problem for c in DRAWN if c.section == "suite")
-    )
-    wanted = {
-        (*shape, causal, dtype)
-        for shape, causal, dtype in product(cases.SUITE, (False, True), cases.DTYPES)
-    }
-    assert len(wanted) == 44 and set(found) == wanted
-
-
 def test_every_kind_is_on_every_instance_mask_and_type() -> None:
     seen = {(c.kind, *plan.combination_of(c)) for c in DRAWN}
     for instance, causal, dtype in product(cases.INSTANCES, cases.MASKS, cases.DTYPES):
@@ -88,11 +72,6 @@ def test_every_kind_is_on_every_instance_mask_and_type() -> None:
             c.problem.seqlen_kv == 1 and plan.combination_of(c) == (instance, causal, dtype)
             for c in DRAWN
         )
-
-
-def test_a_case_survives_json() -> None:
-    for drawn in DRAWN[::40]:
-        assert Case.from_json(json.loads(json.dumps(drawn.to_json()))) == drawn
 
 
 # --- the kernels ---
@@ -131,32 +110,6 @@ def test_few_kernels_serve_every_case_and_every_lever(
         assert {value for known, value in launched if known == name} >= {
             config.params.get(name) for p in probes for config in FUSED.space(p, DEFAULT_GPU)[:200]
         } & set(FUSED.tried(name))
-
-
-def test_the_choice_is_the_same_again(some: tuple[list[Case], list[plan.Kernel]]) -> None:
-    drawn, chosen = some
-    assert plan.choose(FUSED, DEFAULT_GPU, drawn) == chosen
-    wanted = plan.trials(FUSED, DEFAULT_GPU, chosen, drawn)
-    assert plan.trials(FUSED, DEFAULT_GPU, chosen, drawn) == wanted
-
-
-def test_further_configs_are_read_and_judged(
-    tmp_path: Path, some: tuple[list[Case], list[plan.Kernel]]
-) -> None:
-    config = FUSED.space(AttentionProblem.parse("S=1024,D=64"), DEFAULT_GPU)[0]
-    file = tmp_path / "configs.json"
-    file.write_text(json.dumps([{"problem": "S=1024,D=64", "config": config.to_json()}]))
-    [kernel] = plan.given(FUSED, DEFAULT_GPU, file)
-    assert kernel.members == (config,) and kernel.origin == "given"
-    wanted = plan.trials(FUSED, DEFAULT_GPU, [kernel], [case("S=512,D=56"), case("S=512,D=128")])
-    assert [trial.case.problem.head_dim for trial in wanted] == [56]
-    file.write_text(json.dumps([{"problem": "S=1024,D=64"}]))
-    with pytest.raises(ConfigError, match="item 0: needs 'problem' and 'config'"):
-        plan.given(FUSED, DEFAULT_GPU, file)
-    wide = Config(config.family, {**config.params, "tile_n": 250})
-    file.write_text(json.dumps([{"problem": "S=1024,D=64", "config": wide.to_json()}]))
-    with pytest.raises(ConfigError, match="item 0: tile_n=250"):
-        plan.given(FUSED, DEFAULT_GPU, file)
 
 
 # --- numbers ---

@@ -1,17 +1,11 @@
-"""What ``scripts/sanitize`` launches, what it puts into operands, and what it makes of a tool's
-words; no GPU.
-"""
+"""What ``scripts/sanitize`` launches, and what it makes of a tool's words; no GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import random
-import statistics
-import struct
 import subprocess
 import sys
-from itertools import accumulate
 from math import ceil
 from pathlib import Path
 
@@ -26,21 +20,13 @@ from tuner.errors import ConfigError
 from tuner.families import families, family
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
-    E4M3,
     SCALE_BLOCK,
     AttentionProblem,
-    GemmProblem,
     GroupedGemmProblem,
-    Problem,
-    SoftmaxProblem,
 )
 
 if importlib.util.find_spec("torch"):
-    import torch
-
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="torch is not installed"
-)
+    pass
 FUSED = family("fused_attention")
 SOME = {(64, False, "float16"), (256, True, "bfloat16")}
 
@@ -73,6 +59,9 @@ def test_every_kernel_is_legal_on_tiny_problems(name: str, fused: list[Target]) 
             assert member.violations(problem, config, DEFAULT_GPU) == [], target.label()
             assert problem.flops < targets.MAX_FLOPS
             assert sum(operand.bytes for operand in problem.operands) < 1 << 26
+            named = {operand.name for operand in problem.operands} | {"scratch", "lse"}
+            for launch in member.launches(problem, config, 1.0):
+                assert {ref.operand for ref in launch.tensors} <= named
 
 
 def test_every_own_template_is_watched() -> None:
@@ -80,15 +69,6 @@ def test_every_own_template_is_watched() -> None:
     own = {name for name, member in families().items() if not member.is_vendor}
     others = {"three_kernel_attention", "triton_attention"}
     assert own - {*targets.FAMILIES} == others
-
-
-@pytest.mark.parametrize("name", targets.FAMILIES)
-def test_each_tensor_of_a_launch_is_allocated(name: str, fused: list[Target]) -> None:
-    for target in found(name, fused):
-        for problem, config in target.launches:
-            named = {operand.name for operand in problem.operands}
-            for launch in family(target.family).launches(problem, config, 1.0):
-                assert {ref.operand for ref in launch.tensors} - named <= {"scratch", "lse"}
 
 
 @pytest.mark.parametrize("name", ["gemm", "gemm_swiglu"])
@@ -115,16 +95,6 @@ def test_groups_have_more_tiles_than_multiprocessors() -> None:
         assert sum(of_groups) > DEFAULT_GPU.sm_count and not all(of_groups)
 
 
-def test_softmax_has_every_value_of_its_levers() -> None:
-    configs = [t.launches[0][1] for t in targets.targets(["softmax"], DEFAULT_GPU)]
-    for name, values in family("softmax").domains.items():
-        assert {config[name] for config in configs} == set(values)
-
-
-def test_a_problem_takes_as_many_tiles_with_its_last_step() -> None:
-    assert [targets.over(3, 64, step) for step in (1, 8, 32)] == [129, 136, 160]
-
-
 # --- what the watched process does ---
 
 
@@ -132,56 +102,6 @@ def test_the_watched_process_loads_no_torch() -> None:
     program = f"import sys; sys.path[:] = {sys.path}; import sanitizer.watched"
     program += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
-
-
-def values_of(problem: Problem, name: str) -> list[float]:
-    operand = next(o for o in problem.operands if o.name == name)
-    data = bytearray(watched.contents(problem, operand, random.Random(1)))
-    assert len(data) == operand.bytes
-    found = torch.frombuffer(data, dtype=getattr(torch, operand.dtype))
-    return [float(value) for value in found.double()]
-
-
-@needs_torch
-@pytest.mark.parametrize(
-    ("problem", "name", "mean", "deviation"),
-    [
-        *(
-            (AttentionProblem.parse(f"H=2,S=64,D=64,dtype={dtype}"), "query", 0, 1)
-            for dtype in cases.DTYPES
-        ),
-        (GemmProblem(70, 96, 64), "b", 0, 1 / 8),
-        (GemmProblem(70, 96, 64, dtype_d="float32", epilogue="residual"), "residual", 0, 0.5),
-        (GemmProblem(70, 96, 64, dtype=E4M3), "a", 0, 16),
-        (GemmProblem(900, 96, 64, dtype=E4M3, scales="row"), "scale_a", 1 / 16, 1 / 128),
-        (GemmProblem(900, 96, 64, scales="row"), "scale_a", 1, 1 / 8),
-        (SoftmaxProblem(20, 300), "scores", 0, 8),
-    ],
-    ids=lambda value: value.label() if isinstance(value, Problem) else str(value),
-)
-def test_inputs_are_those_of_the_gate(
-    problem: Problem, name: str, mean: float, deviation: float
-) -> None:
-    values = values_of(problem, name)
-    close = 5 * deviation / len(values) ** 0.5
-    assert abs(statistics.fmean(values) - mean) < close
-    assert abs(statistics.pstdev(values) - deviation) < close
-
-
-def test_offsets_are_those_of_the_groups() -> None:
-    problem = GroupedGemmProblem(5, 70, 96, 40, sizes="zipf")
-    data = watched.contents(problem, problem.operands[2], random.Random(1))
-    assert struct.unpack("<6i", data) == (0, *accumulate(problem.rows))
-
-
-@needs_torch
-def test_e4m3_is_rounded_to_the_nearest() -> None:
-    draw = random.Random(2)
-    values = [draw.gauss(0, 2.0 ** draw.randint(-12, 7)) for _ in range(5000)] + [0.0, 448.0]
-    packed = watched.PACK[E4M3](values)
-    wanted = torch.tensor(values, dtype=torch.float64).float().to(torch.float8_e4m3fn)
-    got = torch.frombuffer(bytearray(packed), dtype=torch.float8_e4m3fn)
-    assert torch.equal(got.float(), wanted.float())
 
 
 class Memory:
@@ -223,7 +143,7 @@ class Calls:
         self.count += 1
 
 
-@pytest.mark.parametrize("name", targets.OTHERS)
+@pytest.mark.parametrize("name", [*targets.FAMILIES][1:])
 @pytest.mark.parametrize("is_control", [False, True])
 def test_each_buffer_is_as_large_as_it_has_to_be(
     monkeypatch: pytest.MonkeyPatch, name: str, is_control: bool
@@ -300,13 +220,6 @@ def test_what_does_not_compile_is_not_launched() -> None:
     target = targets.targets(["two_kernel_attention"], DEFAULT_GPU)[0]
     assert command.without(target, {}) == target
     assert command.without(target, {target.specs()[1]: "why"}).launches == ()
-
-
-def test_the_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--family", "gemv,gemm_swiglu", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 17
-    assert lines[0] == "gemv one row" and lines[-1] == "gemm_swiglu four groups"
 
 
 def test_what_is_unknown_is_refused() -> None:

@@ -302,52 +302,40 @@ def test_streams_that_cannot_be(streams: int, pdl: bool, said: str) -> None:
     assert said in found
 
 
+def error_of(text: str, chosen: Config, scale: float = 1.0, of_queries: float = 1.0) -> float:
+    """Relative error of a config on random inputs."""
+    problem = AttentionProblem.parse(text)
+    assert FAMILY.violations(problem, chosen, DEFAULT_GPU) == []
+    inputs = random_inputs(problem, seed=3)
+    inputs["query"] = inputs["query"] * of_queries
+    out, _ = run(problem, chosen, inputs, scale)
+    expected = attention(problem, inputs, scale)
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("threads, width", [(16, 2), (16, 8), (32, 4), (256, 1)])
 def test_softmax_configs_survive_the_overlap(
     passes: int, in_place: bool, threads: int, width: int
 ) -> None:
-    problem = AttentionProblem.parse("SQ=8,SKV=1000,D=8,H=2,causal=1")
-    inputs = random_inputs(problem, seed=passes)
-    chosen = config(
-        2, in_place=in_place, softmax=softmax(threads, width, max(1, 64 // threads), passes)
-    )
-    assert FAMILY.violations(problem, chosen, DEFAULT_GPU) == []
-    out, _ = run(problem, chosen, inputs, 1.0)
-    expected = attention(problem, inputs, 1.0)
-    assert np.linalg.norm(out - expected) < 1e-3 * np.linalg.norm(expected)
+    chosen = softmax(threads, width, max(1, 64 // threads), passes)
+    text = "SQ=8,SKV=1000,D=8,H=2,causal=1"
+    assert error_of(text, config(2, in_place=in_place, softmax=chosen)) < 1e-3
 
 
 @pytest.mark.parametrize("swap_qk", [True, False])
 @pytest.mark.parametrize("swap_pv", [True, False])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_swapped_gemms(swap_qk: bool, swap_pv: bool, layout: str) -> None:
-    problem = AttentionProblem.parse(f"SQ=24,SKV=40,D=16,H=4,B=2,layout={layout}")
-    inputs = random_inputs(problem, seed=3)
     chosen = config(2, qk=gemm(swap_ab=swap_qk), pv=gemm(swap_ab=swap_pv))
-    assert FAMILY.violations(problem, chosen, DEFAULT_GPU) == []
-    out, _ = run(problem, chosen, inputs, 0.3)
-    expected = attention(problem, inputs, 0.3)
-    assert np.linalg.norm(out - expected) < 1e-3 * np.linalg.norm(expected)
+    assert error_of(f"SQ=24,SKV=40,D=16,H=4,B=2,layout={layout}", chosen, 0.3) < 1e-3
 
 
-def test_long_rows_of_small_probabilities_keep_their_digits() -> None:
-    problem = AttentionProblem.parse("SQ=1,SKV=262144,D=8,H=1")
-    inputs = random_inputs(problem, seed=5)
-    inputs["query"] = inputs["query"] * 0.25
+def test_long_rows_of_small_probabilities_and_large_scores_keep_their_digits() -> None:
     chosen = config(1, softmax=softmax(256, 8, 1, 2))
-    out, _ = run(problem, chosen, inputs, 1.0)
-    expected = attention(problem, inputs, 1.0)
-    assert np.linalg.norm(out - expected) < 1e-3 * np.linalg.norm(expected)
-
-
-def test_scores_scaled_by_30_pass_the_gate() -> None:
-    problem = AttentionProblem.parse("S=64,D=64,H=2")
-    inputs = random_inputs(problem, seed=7)
-    out, _ = run(problem, config(2), inputs, 30 / 8)
-    expected = attention(problem, inputs, 30 / 8)
-    assert np.linalg.norm(out - expected) < 1e-3 * np.linalg.norm(expected)
+    assert error_of("SQ=1,SKV=262144,D=8,H=1", chosen, of_queries=0.25) < 1e-3
+    assert error_of("S=64,D=64,H=2", config(2), 30 / 8) < 1e-3
 
 
 def test_programmatic_launch_follows_only_own_kernels() -> None:

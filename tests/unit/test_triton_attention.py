@@ -32,7 +32,6 @@ from tuner.families import families, family
 from tuner.families.base import LSE, KernelSpec
 from tuner.families.triton_attention import (
     TritonAttention,
-    padded,
     programs,
     smem_bytes,
     triton_version,
@@ -143,13 +142,6 @@ def test_quantised_tensors_are_refused() -> None:
     assert FAMILY.space(problem, A100) == []
 
 
-def test_a_config_of_another_version_is_no_crash() -> None:
-    less = Config(FAMILY.name, {"block_m": 64})
-    missing = ("block_n", "num_warps", "num_stages")
-    said = [f"parameter {name} is missing" for name in missing]
-    assert FAMILY.violations(PLAIN, less, A100) == said
-
-
 def test_shared_memory_is_the_parts_own() -> None:
     wide = config(block_m=128, block_n=128, num_warps=8, num_stages=3)
     problem = replace(PLAIN, head_dim=128)
@@ -172,13 +164,6 @@ def test_launch_arguments() -> None:
     query, keys = (4 * 32 * 128, 128, 32 * 128), (8 * 4096 * 128, 4096 * 128, 128)
     assert launch.integers[5:] == (*query, *keys, *keys, *query)
     assert launch.scalars == (0.125,)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "columns"), [(8, 16), (16, 16), (40, 64), (96, 128), (256, 256)]
-)
-def test_columns_are_padded_to_a_power_of_two(head_dim: int, columns: int) -> None:
-    assert padded(head_dim) == columns
 
 
 def test_the_unit_says_types_and_divisors() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from types import MappingProxyType
 
 from tuner.config import Config, Value
-from tuner.errors import ConfigError
 from tuner.families.base import Family, KernelSpec, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
@@ -85,7 +82,7 @@ class Kernel:
     combination: Combination
     members: tuple[Config, ...]
     origin: str = "chosen"
-    """Or `winner`, or `given`."""
+    """Or `winner`."""
 
     @property
     def facts(self) -> set[Fact]:
@@ -223,32 +220,10 @@ def winners(family: Family, gpu: Gpu, known: Iterable[Kernel]) -> list[Kernel]:
     return list(found)
 
 
-def given(family: Family, gpu: Gpu, path: Path) -> list[Kernel]:
-    """Further configs from a file: ``[{"problem": "S=1024,D=64", "config": {...}}, ...]``.
-
-    Raises:
-        ConfigError: names the item that does not read or is not legal.
-    """
-    found = []
-    for number, item in enumerate(json.loads(path.read_text())):
-        try:
-            problem = AttentionProblem.parse(item["problem"])
-            config = Config.from_json(item["config"])
-        except (KeyError, TypeError) as exc:
-            raise ConfigError(f"{path}, item {number}: needs 'problem' and 'config'") from exc
-        if reasons := family.violations(problem, config, gpu):
-            raise ConfigError(f"{path}, item {number}: {'; '.join(reasons)}")
-        found.append(Kernel(combination_of(Case("given", problem)), (config,), "given"))
-    return found
-
-
-def everything(
-    family: Family, gpu: Gpu, cases: Sequence[Case], further: Path | None = None
-) -> list[Kernel]:
-    """The chosen kernels, the winners and those of a file."""
+def everything(family: Family, gpu: Gpu, cases: Sequence[Case]) -> list[Kernel]:
+    """The chosen kernels and the winners."""
     chosen = choose(family, gpu, cases)
-    more = [] if further is None else given(family, gpu, further)
-    return [*chosen, *winners(family, gpu, chosen), *more]
+    return [*chosen, *winners(family, gpu, chosen)]
 
 
 def trials(

@@ -59,7 +59,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tool-options", default="", help="further options of compute-sanitizer, with spaces"
     )
-    parser.add_argument("--configs", type=Path, help="JSON file of further fused configs")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time (%(default)s)")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="of one (%(default)s)")
     parser.add_argument("--budget-s", type=float, default=330.0, help="of all (%(default)s)")
@@ -134,17 +133,17 @@ def write(path: Path | None, seen: Sequence[Seen]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    families = names("--family", options.family, FAMILIES)
+    families = names("--family", options.family, [*FAMILIES])
     tools = names("--tools", options.tools, TOOLS)
     gpu = detect() or DEFAULT_GPU
-    found = chosen(targets(families, gpu, options.configs), options.only, options.variant)
+    found = chosen(targets(families, gpu), options.only, options.variant)
     if options.list:
         for target in found:
             print(target.label())
         return 0
     wanted = dict.fromkeys(spec for target in found for spec in target.specs())
     if options.compile_only and DEFAULT in families:
-        wanted |= dict.fromkeys(fused_proof(gpu, options.configs))
+        wanted |= dict.fromkeys(fused_proof(gpu))
     compiler = Compiler(find_toolchain(), ArtifactCache())
     with rendered_as(options.variant), compiler:
         built, failed = build(compiler, list(wanted))

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import backward_configs
 import block_scaled_cases
@@ -266,21 +265,21 @@ def paged_attention(gpu: Gpu) -> Iterator[Target]:
         yield Target(chosen.family, f"paged, {name}", pairs)
 
 
-def fused_attention(gpu: Gpu, further: Path | None) -> Iterator[Target]:
-    for kernel in _proven(gpu, further):
+def fused_attention(gpu: Gpu) -> Iterator[Target]:
+    for kernel in _proven(gpu):
         name = f"{kernel.origin} {describe(kernel)}"
         yield Target("fused_attention", name, fused_launches(gpu, kernel))
 
 
 @cache
-def _proven(gpu: Gpu, further: Path | None) -> list[plan.Kernel]:
-    return plan.everything(family("fused_attention"), gpu, drawn(), further)
+def _proven(gpu: Gpu) -> list[plan.Kernel]:
+    return plan.everything(family("fused_attention"), gpu, drawn())
 
 
-def fused_proof(gpu: Gpu, further: Path | None) -> list[KernelSpec]:
+def fused_proof(gpu: Gpu) -> list[KernelSpec]:
     """What tests/gpu/test_fused_attention_gpu.py needs."""
     member, cases = family("fused_attention"), drawn()
-    trials = plan.trials(member, gpu, _proven(gpu, further), cases)
+    trials = plan.trials(member, gpu, _proven(gpu), cases)
     return plan.specs(member, [(trial.case.problem, trial.config) for trial in trials])
 
 
@@ -306,7 +305,8 @@ def fused_launches(gpu: Gpu, kernel: plan.Kernel) -> tuple[Pair, ...]:
 
 
 DEFAULT = "fused_attention"
-OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
+FAMILIES: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
+    DEFAULT: fused_attention,
     "block_scaled_gemm": block_scaled_gemm,
     "block_scaled_grouped_gemm": block_scaled_grouped_gemm,
     "cluster_gemm": cluster_gemm,
@@ -320,7 +320,6 @@ OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
     "softmax": softmax,
     "two_kernel_attention": two_kernel_attention,
 }
-FAMILIES = (DEFAULT, *OTHERS)
 #: What a control halves, where that is not the output. memcheck does not see stores by TMA (the
 #: tensor map bounds them): these kernels' outputs leave so, and such an input is read plainly.
 READ_PLAINLY = {
@@ -338,9 +337,6 @@ def halved_of(target: Target) -> str:
     return READ_PLAINLY.get(target.family, problem.output.name)
 
 
-def targets(families: Iterable[str], gpu: Gpu, further: Path | None = None) -> list[Target]:
-    """Family by family. `further` is a file of configs of the fused kernels (`plan.given`)."""
-    found: list[Target] = []
-    for name in families:
-        found += fused_attention(gpu, further) if name == DEFAULT else OTHERS[name](gpu)
-    return found
+def targets(families: Iterable[str], gpu: Gpu) -> list[Target]:
+    """Family by family."""
+    return [target for name in families for target in FAMILIES[name](gpu)]
