@@ -1,32 +1,27 @@
-"""Our own gradients of attention on the GPU: drawn problems against float64, beside
-FlashAttention-2's error; equal bits; the gate's own reference; the vendors' adapters.
+"""Our own gradients of attention on the GPU: proofs of kernels with every lever; equal bits; the
+gate's own reference; the vendors' adapters; `tuner.attention` and packed sequences.
 """
 
 from __future__ import annotations
 
 import math
-import random
-import sys
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from backward_configs import BASE, LEVERS
-from drawn_children import lines_of
+from gating import Gated
+from proving import faults
+from sanitizer.targets import fused_attention_backward
 
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
-from tuner.families import family
-from tuner.families.attention_instances import instance
 from tuner.families.base import KernelSpec
+from tuner.families.target import Target
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import Device, detect
+from tuner.measure.device import Device
 from tuner.measure.gate import REFERENCE, Gate
 from tuner.measure.gate.inputs import KINDS, offsets, scale_of
+from tuner.measure.worker_client import WorkerClient
 from tuner.problem import AttentionBackwardProblem, Operand
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -35,136 +30,33 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-CHILD = Path(__file__).with_name("attention_backward_child.py")
-CHILD_S = 180.0
-"""Limit of a child, torch's import and float64 references among it."""
-CHILDREN, SHARE = 4, 5
-"""Children at a time, and kernels of each: torch's import takes longer than a kernel."""
-DRAWN, SEED = 128, 0
-Case = tuple[AttentionBackwardProblem, Config]
-MARGIN = 1.2
-"""Largest error over FlashAttention-2's, and over that of rounding alone."""
-SMALL = {"float16": 5e-5, "bfloat16": 4e-4}
-"""Added to the other's error: of few elements it varies."""
-
-
-def draw(rng: random.Random) -> AttentionBackwardProblem:
-    """Any sizes, masks and layouts; more often near the edges of tiles."""
-    head_dim = rng.choice((64, 64, 128, 128, 96, 32, 72, 120, 192, 256, 136))
-    heads_kv = rng.choice((1, 2, 3))
-    length = rng.choice((rng.randint(1, 200), rng.randint(200, 1500), 64 * rng.randint(1, 12)))
-    other = length if rng.random() < 0.6 else max(1, length + rng.choice((-63, -1, 1, 64, 300)))
-    mask = rng.choice(("full", "causal", "causal", "window", "left"))
-    sides = {"window_left": -1, "window_right": -1}
-    if mask in ("window", "left"):
-        sides["window_left"] = rng.choice((0, 1, 63, 100, 400))
-    if mask == "window":
-        sides["window_right"] = rng.choice((1, 64, 130))
-    return AttentionBackwardProblem(
-        seqlen_q=length,
-        seqlen_kv=other,
-        head_dim=head_dim,
-        batch=rng.choice((1, 1, 2)),
-        heads_q=heads_kv * rng.choice((1, 1, 2, 4)),
-        heads_kv=heads_kv,
-        is_causal=mask in ("causal", "left"),
-        dtype=rng.choice(("bfloat16", "float16")),
-        layout=rng.choice(("bhsd", "bshd", "bshd_bhsd")),
-        **sides,
-    )
-
-
-@cache
-def cases() -> tuple[Case, ...]:
-    """Drawn problems, each with a config. Problems that compile alike share two configs: the legal
-    ones that the fewest others have, so that there are few kernels, and in all of them every lever.
-    """
-    rng = random.Random("backward")
-    member, gpu = family("fused_attention_backward"), detect() or DEFAULT_GPU
-    configs = [Config(member.name, {**BASE, **lever}) for lever in LEVERS]
-    uses: Counter[Config] = Counter()
-    shared: dict[tuple[Any, ...], list[Config]] = {}
-    found = []
-    for problem in (draw(rng) for _ in range(DRAWN)):
-        facts = instance(problem.head_dim), problem.dtype, problem.is_causal, problem.is_windowed
-        if facts not in shared:
-            legal = [one for one in configs if not member.violations(problem, one, gpu)]
-            shared[facts] = sorted(legal, key=uses.__getitem__)[:2]
-            uses.update(shared[facts])
-        legal = [one for one in shared[facts] if not member.violations(problem, one, gpu)]
-        found.append((problem, rng.choice(legal)))
-    return tuple(found)
-
-
-def test_every_lever_is_drawn() -> None:
-    used = {tuple(config.params.items()) for _, config in cases()}
-    assert used == {tuple({**BASE, **lever}.items()) for lever in LEVERS}
-
-
-def spec_of(problem: AttentionBackwardProblem, config: Config) -> KernelSpec:
-    (spec,) = family("fused_attention_backward").kernels(problem, config).values()
-    return spec
+TARGETS = {
+    one.name: Target(config, problem)
+    for one in fused_attention_backward(DEFAULT_GPU)
+    for problem, config in one.launches[:1]
+}
+"""A kernel of every lever."""
 
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    return [REFERENCE, *dict.fromkeys(spec_of(*case) for case in cases())]
+    return [REFERENCE, *(spec for one in TARGETS.values() for spec in one.kernels.values())]
 
 
-@pytest.fixture(scope="module")
-def found(compiler: Compiler) -> dict[Case, Any]:
-    """Each child's answer for each case, or the fault that ended the child."""
-    specs = list(dict.fromkeys(spec_of(*case) for case in cases()))
-    submitted = compiler.submit(specs)
-
-    def run(share: Sequence[tuple[KernelSpec, Future[Any]]]) -> dict[Case, Any]:
-        keys = {spec: future.result().key for spec, future in share}
-        mine = [case for case in cases() if spec_of(*case) in keys]
-        draws = [
-            {"key": keys[spec_of(*case)], "problem": case[0].to_json(), "config": case[1].to_json()}
-            for case in mine
-        ]
-        wanted = {"artifacts": str(compiler.artifacts.root), "draws": draws}
-        try:
-            return dict(zip(mine, lines_of(CHILD, wanted, draws, CHILD_S), strict=True))
-        except (AssertionError, pytest.fail.Exception) as fault:
-            return dict.fromkeys(mine, str(fault))
-
-    shares = [submitted[i : i + SHARE] for i in range(0, len(submitted), SHARE)]
-    with ThreadPoolExecutor(CHILDREN) as pool:
-        results = {case: one for part in pool.map(run, shares) for case, one in part.items()}
-    return {case: results[case] for case in cases()}
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_kernel_is_proven(
+    name: str, compiler: Compiler, worker: WorkerClient, tmp_path: Path
+) -> None:
+    assert faults(compiler, worker, tmp_path / "kernels.json", TARGETS[name]) == []
 
 
-def test_gradients_are_as_near_as_a_peer_s(found: dict) -> None:
-    faults, peers, worst = [], 0, 0.0
-    for (problem, config), result in found.items():
-        label = f"{problem.label()} {dict(config.params)}"
-        if isinstance(result, str):
-            faults.append(f"{label}: {result}")
-            continue
-        peers += result["has_peer"]
-        pairs = list(zip(result["errors"], result["others"], strict=True))
-        worst = max([worst, *(a / max(b, 1e-12) for a, b in pairs if b > 1e-4)])
-        if not result["finite"] or any(a > MARGIN * b + SMALL[problem.dtype] for a, b in pairs):
-            faults.append(f"{label}: {result}")
-    print(f"{len(found)} problems, {peers} beside FlashAttention-2, worst ratio {worst:.3f}")
-    assert not faults, f"{len(faults)} faults, first: {faults[0]}"
-    assert len(found) == DRAWN and peers >= 60
-
-
-def test_equal_inputs_have_equal_gradients(found: dict) -> None:
+@pytest.mark.parametrize("name", TARGETS)
+def test_equal_inputs_have_equal_gradients(name: str, gated: Gated) -> None:
     """Those of keys and values always; those of queries where they are added in order."""
-    ordered = 0
-    for (problem, config), result in found.items():
-        if isinstance(result, str):
-            continue
-        of_query, *others = result["same"]
-        assert all(others), problem.label()
-        if config["dq"] == "ordered":
-            ordered += 1
-            assert of_query, problem.label()
-    assert ordered >= 10
+    target = TARGETS[name]
+    is_ordered = target.config["dq"] == "ordered"
+    same = [o.name for o in target.problem.outputs if is_ordered or o.name != "grad_query"]
+    gated.repeats(target.problem, target.config, count=5, same=same)
 
 
 REFERENCES = (
@@ -233,29 +125,10 @@ VENDORS = (
 
 @pytest.mark.parametrize("label", VENDORS)
 @pytest.mark.parametrize("kernel", ["cudnn", "flash2", "flash3"])
-def test_vendors_gradients_are_those_of_float64(missing_gpu: str, kernel: str, label: str) -> None:
+def test_vendors_gradients_pass_the_gate(gated: Gated, kernel: str, label: str) -> None:
     """From the log-sum-exp of another forward pass."""
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    sys.path.insert(0, str(CHILD.parent))
-    import attention_backward_child as child
-
     problem = AttentionBackwardProblem.parse(label)
-    scale = 1 / math.sqrt(problem.head_dim)
-    config = Config("sdpa_backward", {"kernel": kernel})
-    call = family("sdpa_backward").vendor_call(problem, config, scale)
-    if isinstance(call, str):
-        pytest.skip(call)
-    tensors = child.drawn(problem, 3)
-    wanted = child.exact(problem, tensors, scale)
-    operands = {operand.name: operand for operand in problem.operands}
-    out = child.empty(operands["out"]).copy_(wanted["out"])
-    lse = wanted["lse"].float().contiguous()
-    inputs = [tensors[name] for name in ("query", "key", "value")]
-    grads = call(*inputs, out, lse, tensors["grad_out"])
-    limit = {"float16": 1e-3, "bfloat16": 8e-3}[problem.dtype]
-    for made, name in zip(grads, ("query", "key", "value"), strict=True):
-        assert child.error(made, wanted[name]) < limit, name
+    gated.passes(problem, Config("sdpa_backward", {"kernel": kernel}), ["random"])
 
 
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -1,135 +1,114 @@
-"""Our own fused attention on the GPU, proven: see `fused_attention_proof`.
-
-A few dozen kernels are compiled, and those that can compute a case do so, in children of one kind
-of kernels each. The tests say what must hold of what was found.
+"""Our own fused attention on the GPU: kernels that together have every value of every lever pass
+their proof, leave the same bits, and read one another's outputs; tensors that lie far apart.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import struct
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from drawn_children import lines_of
-from fused_attention_proof import cases, plan
-from fused_attention_proof.binding import libraries
-from fused_attention_proof.plan import Trial
+from fused_levers import COMBINATIONS, called, combination_of, covering, hardest
+from gating import Gated
+from proving import faults
 
-from tuner.compile.artifacts import Artifact
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
+from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.target import Target
+from tuner.families.trials import trials
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect
+from tuner.measure.gate import REFERENCE
+from tuner.measure.worker_client import WorkerClient
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
-CHILD = Path(__file__).with_name("fused_attention_child.py")
-#: Children side by side, fewer on few cores: most of a trial is the CPU's work of small launches.
-CHILDREN, LIMIT_S = 8, 900.0
-#: Bytes of operands from which a case's trials are all in one child: with its float64 reference the
-#: largest takes half of a GPU's memory.
-LARGE_BYTES = 1 << 30
-
-
-def part_of(case: cases.Case) -> str:
-    """The child that computes a case."""
-    if case.problem.bytes >= LARGE_BYTES:
-        return "large"
-    head_dim, is_causal, dtype = plan.combination_of(case)
-    return f"D={head_dim}, {'causal' if is_causal else 'full'}, {dtype}"
-
-
-PARTS = sorted(set(map(part_of, cases.drawn())))
-Finding = dict[str, Any]
-Artifacts = Mapping[KernelSpec, Artifact]
+#: Strides of a batch over 2^31 elements, of queries and outputs, then of keys and values; a key or
+#: a query beside many of the others.
+FAR = (
+    AttentionProblem(131080, 65, 128, 2, 128, 16),
+    AttentionProblem(131080, 65, 128, 2, 128, 16, True, "bfloat16", "bshd"),
+    AttentionProblem(65, 131080, 128, 2, 128, 128, dtype="bfloat16"),
+    AttentionProblem(65, 131080, 128, 2, 128, 128, layout="bshd"),
+    AttentionProblem(1, 131072, 128, 2, 8, 1),
+    AttentionProblem(131072, 65, 64, 1, 1, 1),
+)
 
 
 @cache
-def proven() -> list[plan.Kernel]:
-    return plan.everything(family("fused_attention"), detect() or DEFAULT_GPU, cases.drawn())
+def proven() -> tuple[Target, ...]:
+    return covering(detect() or DEFAULT_GPU)
 
 
-@cache
-def trials() -> list[Trial]:
-    member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
-    return plan.trials(member, gpu, proven(), cases.drawn())
+def config_of(problem: AttentionProblem) -> Config:
+    return family("fused_attention").space(problem, detect() or DEFAULT_GPU)[0]
 
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    member = family("fused_attention")
-    return plan.specs(member, [(trial.case.problem, trial.config) for trial in trials()])
+    far = [Target(config_of(problem), problem) for problem in FAR]
+    return [REFERENCE, *(target.kernels["attention"] for target in (*proven(), *far))]
 
 
-@pytest.fixture(scope="module")
-def artifacts(compiler: Compiler) -> Artifacts:
-    return {spec: future.result() for spec, future in compiler.submit(kernels())}
+each_combination = pytest.mark.parametrize(
+    "combination", COMBINATIONS, ids=lambda one: f"D={one[0]} {'causal ' * one[1]}{one[2]}"
+)
 
 
-@pytest.fixture(scope="module")
-def found(artifacts: Artifacts) -> Iterator[Mapping[str, Future[list[tuple[Trial, Finding]]]]]:
-    """Reports of the children, which are all started at once."""
-    workers = max(1, min(CHILDREN, len(os.sched_getaffinity(0)) // 2))
-    with ThreadPoolExecutor(workers) as pool:
-        order = sorted(PARTS, key=lambda part: part != "large")
-        yield {part: pool.submit(proved, part, artifacts) for part in order}
+def of(combination: tuple[int, bool, str]) -> list[Target]:
+    return [target for target in proven() if combination_of(target) == combination]
 
 
-def proved(part: str, artifacts: Artifacts) -> list[tuple[Trial, Finding]]:
-    mine = [trial for trial in trials() if part_of(trial.case) == part]
-    drawn = list(dict.fromkeys(trial.case for trial in mine))
-    configs = list(dict.fromkeys(trial.config for trial in mine))
-    wanted = {
-        "cases": [case.to_json() for case in drawn],
-        "configs": [config.to_json() for config in configs],
-        "libraries": libraries(artifacts),
-        "trials": [(drawn.index(one.case), configs.index(one.config)) for one in mine],
-    }
-    labels = [f"{trial.case.label()}: {trial.config.params}" for trial in mine]
-    return list(zip(mine, lines_of(CHILD, wanted, labels, LIMIT_S), strict=True))
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_kernel_is_right(
-    found: Mapping[str, Future[list[tuple[Trial, Finding]]]], part: str
+@each_combination
+def test_every_lever_is_proven(
+    combination: tuple[int, bool, str], compiler: Compiler, worker: WorkerClient, tmp_path: Path
 ) -> None:
-    results = found[part].result()
-    faults = [
-        f"{trial.case.label()}: {trial.config.params}: {fault}"
-        for trial, finding in results
-        for fault in finding["faults"]
-    ]
-    assert results and not faults, f"{len(faults)} faults, first: {faults[:3]}"
+    for target in of(combination):
+        assert faults(compiler, worker, tmp_path / "kernels.json", target) == [], target.label()
 
 
-def test_nothing_was_left_out() -> None:
-    """Each case is computed, on enough problems."""
-    assert {trial.case for trial in trials()} == set(cases.drawn())
-    assert len({trial.case.problem for trial in trials()}) >= 200
+@each_combination
+def test_launches_leave_the_same_bits(combination: tuple[int, bool, str], gated: Gated) -> None:
+    """Also over many splits of the keys."""
+    for target in of(combination):
+        trial = hardest(trials(target, DEFAULT_GPU, 24, 1))
+        gated.repeats(trial.problem, trial.config)
 
 
-def test_peers_and_repetitions(found: Mapping[str, Future[list[tuple[Trial, Finding]]]]) -> None:
-    """FlashAttention-2 was compared with wherever its mask is ours, and each value of each lever
-    left the same bits 100 times; split keys among them.
-    """
-    results = [result for future in found.values() for result in future.result()]
-    square = [
-        finding["peer"]
-        for trial, finding in results
-        if trial.case.problem.seqlen_q == trial.case.problem.seqlen_kv
-    ]
-    assert square and None not in square
-    often = [trial.config for trial, finding in results if finding["repeats"] >= 100]
-    repeated = {fact for config in often for fact in config.params.items()}
-    assert {fact for trial, _ in results for fact in trial.config.params.items()} <= repeated
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_keys_that_no_query_sees_may_be_infinite(dtype: str, gated: Gated) -> None:
+    infinite = struct.pack("<e", float("inf")) if dtype == "float16" else b"\x80\x7f"
+    for target in proven():
+        head_dim, is_causal, own_dtype = combination_of(target)
+        if not is_causal or own_dtype != dtype:
+            continue
+        heads = (
+            2 * max(2, target.config["packed_heads"])
+            if "packed_heads" in target.config.params
+            else 2
+        )
+        text = f"H={heads},HKV=2,SQ=150,SKV=400,D={head_dim},causal=1,dtype={dtype}"
+        problem = AttentionProblem.parse(text)
+
+        def hidden(data: bytes, row: int = 2 * head_dim) -> bytes:
+            heads = [data[at : at + 150 * row] for at in range(0, len(data), 400 * row)]
+            return b"".join(head + infinite * (250 * row // 2) for head in heads)
+
+        for config in called(target, problem, DEFAULT_GPU)[:2]:
+            gated.repeats(problem, config, {"key": hidden}, count=2)
+
+
+@pytest.mark.parametrize("problem", FAR, ids=AttentionProblem.label)
+def test_tensors_that_lie_far_apart(problem: AttentionProblem, gated: Gated) -> None:
+    gated.passes(problem, config_of(problem), ["random"])
+    gated.gate.close()
 
 
 #: Of a chain: one shape, full and causal, for kernels of every kind; times the default scale, at
@@ -138,7 +117,7 @@ CHAINED = "B=2,H=16,HKV=2,SQ=1000,SKV=777,D=64"
 CHAIN_SCALE = 16 / 64**0.5
 
 
-def test_unlike_kernels_read_each_others_outputs(artifacts: Artifacts) -> None:
+def test_unlike_kernels_read_each_others_outputs(compiler: Compiler) -> None:
     """Launched as programmatic dependents in one graph, each kernel's output the next one's query:
     what it is when one waits after each. One begins while another still runs, and must not read,
     nor overwrite, before it has ended.
@@ -151,18 +130,15 @@ def test_unlike_kernels_read_each_others_outputs(artifacts: Artifacts) -> None:
         for o in problem.operands[:3]
     )
     buffers = [query.clone(), torch.empty_like(query)]
-    member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
     workspace = torch.full((1 << 27,), 0xA5, dtype=torch.uint8, device="cuda")  # of all
-    for kernel in proven():
-        head_dim, is_causal, dtype = kernel.combination
-        if (head_dim, dtype) != (64, "float16"):
-            continue
+    for target in (*of((64, False, "float16")), *of((64, True, "float16"))):
+        is_causal = combination_of(target)[1]
         problem = AttentionProblem.parse(f"{CHAINED},causal={is_causal}")
-        configs = [c for c in kernel.members if not member.violations(problem, c, gpu)]
-        for config in [c for c in configs if c["pdl"]][:3]:
-            [spec] = member.kernels(problem, config).values()
-            loaded = load(artifacts[spec])
-            (launch,) = member.launches(problem, config, CHAIN_SCALE)
+        [(_, future)] = compiler.submit([target.kernels["attention"]])
+        loaded = load(future.result())
+        dependents = [c for c in called(target, problem, DEFAULT_GPU) if c["pdl"]]
+        for config in dict.fromkeys((*dependents[:2], *dependents[-1:])):
+            (launch,) = target.family.launches(problem, config, CHAIN_SCALE)
             assert loaded.workspace_bytes(launch.integers) <= len(workspace)
             rest = (launch.integers, launch.scalars, workspace.data_ptr())
             calls.append(partial(_call, loaded.launch, key, value, rest))

@@ -1,18 +1,15 @@
-"""Attention under block-sparse masks on the GPU against float64: another pattern in each block of
-queries, blocks and rows without keys, tables by the gate and by the runtime. Each kernel runs in a
-process of its own that may hang or die.
+"""Attention under block-sparse masks on the GPU: proofs of its kernels, FlexAttention through the
+gate, and a table that the gate refuses.
 """
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-from drawn_children import answers
 from fused_configs import maker
 from gating import Gated
+from proving import attention_target, faults
 
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
@@ -22,6 +19,7 @@ from tuner.families.base import KernelSpec
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
 from tuner.measure.gate.inputs import scale_of
+from tuner.measure.worker_client import WorkerClient
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem
 
@@ -29,10 +27,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
 FAMILY = family("fused_attention")
 FLEX = Config("vendor_flex", {"kernel": "flex"})
-CHILD = Path(__file__).parent / "sparse_attention_child.py"
-LIMITS = {"float16": 2e-3, "bfloat16": 1.5e-2}
-#: Masks drawn for each kernel.
-DRAWS = 10
 make = maker(early_exp=50, ping_pong=True)
 
 #: What is compiled in, and a config.
@@ -69,30 +63,12 @@ def kernels() -> list[KernelSpec]:
     return [REFERENCE, *(spec(name) for name in KERNELS)]
 
 
-def draws(name: str) -> list[dict[str, Any]]:
-    """Problems of a kernel: lengths at the edges of blocks, a few of many blocks."""
-    rng = random.Random(name)
-    lengths = (1, 127, 128, 129, 500, 1024, 2500)
-    found = []
-    for index in range(DRAWS):
-        problem = posed(name, rng.choice(lengths), rng.choice(lengths))
-        limit = LIMITS[problem.dtype]
-        found.append({"problem": problem.label(), "seed": index, "limit": limit})
-    return found
-
-
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
-    [(_, future)] = compiler.submit([spec(name)])
-    artifact = future.result()
-    lines = answers(CHILD, artifact, KERNELS[name][1], draws(name))
-    found = [f"{line['draw']['problem']}: {line['faults'][:3]}" for line in lines if line["faults"]]
-    assert not found, f"{len(found)} of {DRAWS} draws fail: " + "\n".join(found)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_gate_passes_a_kernel(name: str, gated: Gated) -> None:
-    gated.passes(posed(name, 700, 900), KERNELS[name][1])
+def test_a_kernel_is_proven(
+    name: str, compiler: Compiler, worker: WorkerClient, tmp_path: Path
+) -> None:
+    target = attention_target(*KERNELS[name])
+    assert faults(compiler, worker, tmp_path / "kernels.json", target) == []
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 
@@ -99,6 +100,53 @@ class Gated:
                 verdict = gate.examine([own])
                 assert verdict.status is Status.OK, verdict.log
             graph.close()
+
+    def outputs(self, problem: Problem, names: Sequence[str] = ()) -> list[bytes]:
+        """Bytes of the outputs, or of those that are named."""
+        wanted = [one for one in problem.outputs if not names or one.name in names]
+        pointers = self.gate.pointers
+        return [self.device.read(pointers[one.name], one.bytes) for one in wanted]
+
+    def repeats(
+        self,
+        problem: Problem,
+        config: Config,
+        changed: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType({}),
+        kind: str = "random",
+        count: int = 20,
+        same: Sequence[str] = (),
+    ) -> None:
+        """Launches one by one, and of a graph, leave the same bits.
+
+        Args:
+            problem: problem of the calls.
+            config: config of the calls.
+            changed: changes of operands after the first call, which do not change its result.
+            kind: kind of the inputs.
+            count: calls of each way.
+            same: outputs that are compared, where it is not all.
+        """
+        gate, subject = self.gate, self.subject(problem, config)
+        gate.open(problem, 5)
+        gate.load(kind)
+        with Pool(self.device) as pool:
+            own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
+            buffers = {**gate.pointers, WORKSPACE: own.pointer}
+            call = subject.bind(buffers, scale_of(problem, kind))
+            call()
+            wanted = self.outputs(problem, same)
+            for operand in problem.inputs:
+                if change := changed.get(operand.name):
+                    pointer = gate.pointers[operand.name]
+                    self.device.write(pointer, change(self.device.read(pointer, operand.bytes)))
+            graph = subject.capture([call])
+            for launch in (*[call] * count, *[graph.replay] * count):
+                gate.arm([own])
+                launch()
+                assert self.outputs(problem, same) == wanted
+            graph.close()
+        gate.close()
+        subject.close()
 
     def judged(self, subject: Subject, problem: Problem, changed: Mapping[str, int]) -> Verdict:
         """The verdict on a call with other buffers for some operands, on what is loaded. The

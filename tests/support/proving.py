@@ -40,9 +40,9 @@ def faults(
         target: the kernel.
         artifact_of: another kernel, whose library stands in the list for the target's.
     """
-    wanted = [REFERENCE, (artifact_of or target).kernels["attention"]]
+    [spec] = target.kernels.values()
+    wanted = [REFERENCE, *(artifact_of or target).kernels.values()]
     reference, built = (future.result() for _, future in compiler.submit(wanted))
-    spec = target.kernels["attention"]
     known = KernelList(compiler.toolchain.nvcc_version, "", compiler.capability)
     listed = ((REFERENCE, reference), (spec, built))
     known.with_kernels(Kernel.of(one, artifact) for one, artifact in listed).write(path)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tuner.base.resources import templates
 from tuner.measure.gate.inputs import (
     DOMINANCE,
     E4M3_DEVIATION,
@@ -34,19 +33,16 @@ from tuner.measurement import Status
 from tuner.problem import E4M3, AttentionProblem, GemmProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from fused_attention_proof import e4m3, reference  # noqa: E402
-from fused_attention_proof.cases import Case  # noqa: E402
+import e4m3  # noqa: E402
 
 
 def emulated(
     problem: AttentionProblem, kind: str, tile_n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention-3's output and its reference, of one draw of inputs."""
-    case = Case("e4m3", problem, kind)
-    drawn = {m.name: torch.empty(m.shape) for m in problem.matrices[:3]}
-    reference.draw_inputs(case, drawn)
-    restored = {name: e4m3.restored(*e4m3.quantise(tensor)) for name, tensor in drawn.items()}
-    return e4m3.flash_attention_3(case, restored, tile_n), reference.attention(case, restored).out
+    query, key, value = e4m3.drawn(problem, kind)
+    exact = e4m3.scores_of(problem, query, key).softmax(-1) @ value
+    return e4m3.flash_attention_3(problem, query, key, value, tile_n), exact
 
 
 def error(text: str, kind: str, tile_n: int) -> tuple[float, float]:
@@ -112,15 +108,6 @@ def test_a_row_that_was_left_out_is_seen_where_outputs_are_small() -> None:
     verdict = judge(compared(out, expected, limits), problem.output, {}, [], limits)
     assert verdict.status is Status.WRONG_RESULT
     assert "row's RMS" in verdict.log
-
-
-def test_quantised_tensors_are_near_what_they_were() -> None:
-    tensor = torch.randn(2, 3, 50, 64) * torch.tensor([0.01, 1.0, 100.0])[:, None, None]
-    quantised, factors = e4m3.quantise(tensor)
-    assert (quantised.dtype, factors.shape) == (torch.float8_e4m3fn, (2, 3))
-    assert quantised.float().abs().amax((2, 3)).eq(e4m3.LARGEST).all()
-    off = (e4m3.restored(quantised, factors) - tensor).norm() / tensor.norm()
-    assert 0.02 < off < 0.04
 
 
 def accumulated(a: torch.Tensor, b: torch.Tensor, part: int) -> torch.Tensor:
@@ -251,39 +238,3 @@ def test_largest_scores_are_off_by_what_the_gate_expects(kind: str, head_dim: in
     assert usual is not None
     if head_dim == 128:
         assert max(off) > 0.7 * usual[0]  # a limit without the score's size, of one head's factors
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rounded_lifts_are_those_that_a_kernel_computes_again(head_dim: int) -> None:
-    """By the planted factors of tests/gpu/test_fused_attention_fp8_gpu.py: every row whose largest
-    probability exceeds 2^8 is flagged (`Softmax::residual`). Some have 2^16, which e4m3 stores as
-    448. Others lose the lift as their sum does, and their scores lie apart by more than it.
-    """
-    lift, rows = 8.0, torch.arange(16)
-    log2_e = torch.tensor(1.44269504)
-    scale = (torch.tensor(head_dim**-0.5) * log2_e) * (2.0**22 * (1.5 + 0.20317 * rows))
-    exact = scale.double() * head_dim
-    top = exact.float()
-    top = torch.where(top.double() < exact, torch.nextafter(top, torch.tensor(torch.inf)), top)
-    largest = exact - (top - lift).double()
-    assert ((largest <= lift) | is_flagged(top)).all()
-    assert (largest > 15).sum() >= 3 and (largest <= lift).any()
-
-
-def is_flagged(top: torch.Tensor) -> torch.Tensor:
-    """`Softmax::residual` of these scaled maxima, for the lift."""
-    return top.abs() >= 2.0**22
-
-
-def test_usual_scores_are_not_computed_again() -> None:
-    """The lift costs a maximum near zero its last bits, which change no probability."""
-    lift = 8.0
-    tops = torch.linspace(-300, 300, 10001)
-    assert ((tops - lift) + lift != tops).any()
-    assert not is_flagged(tops).any()
-    edge = torch.tensor(-(2.0**22)).nextafter(torch.tensor(0.0)) + torch.arange(64)
-    kept = edge[~is_flagged(edge)]
-    lost = (kept - lift).double() - (kept.double() - lift)
-    assert len(kept) == 64 and 0 < float(lost.abs().max()) <= 0.25
-    template = (templates() / "fused_attention" / "softmax.cu.j2").read_text()
-    assert "fabsf(scaled(maximum[r], scale_log2)) >= 0x1p22f" in template

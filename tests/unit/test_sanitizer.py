@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +10,6 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from fused_attention_proof import cases, plan
 from sanitizer import command, targets, tools, variants, watched
 from sanitizer.targets import Target
 
@@ -25,34 +24,22 @@ from tuner.problem import (
     GroupedGemmProblem,
 )
 
-if importlib.util.find_spec("torch"):
-    pass
 FUSED = family("fused_attention")
-SOME = {(64, False, "float16"), (256, True, "bfloat16")}
 
 
-@pytest.fixture(scope="module")
-def fused() -> list[Target]:
-    """What is chosen for two combinations."""
-    drawn = [case for case in cases.drawn() if plan.combination_of(case) in SOME]
-    return [
-        Target(FUSED.name, targets.describe(kernel), targets.fused_launches(DEFAULT_GPU, kernel))
-        for kernel in plan.choose(FUSED, DEFAULT_GPU, drawn)
-    ]
-
-
-def found(name: str, fused: list[Target]) -> list[Target]:
-    return fused if name == FUSED.name else targets.targets([name], DEFAULT_GPU)
+@functools.cache
+def listed(name: str) -> list[Target]:
+    return targets.targets([name], DEFAULT_GPU)
 
 
 # --- what is launched ---
 
 
 @pytest.mark.parametrize("name", targets.FAMILIES)
-def test_every_kernel_is_legal_on_tiny_problems(name: str, fused: list[Target]) -> None:
-    listed = found(name, fused)
-    assert len(listed) == len({target.label() for target in listed}) >= 2
-    for target in listed:
+def test_every_kernel_is_legal_on_tiny_problems(name: str) -> None:
+    labels = [target.label() for target in listed(name)]
+    assert len(labels) == len({*labels}) >= 2
+    for target in listed(name):
         member = FUSED if name == "paged_attention" else family(name)
         assert target.family == member.name and target.launches and target.specs()
         for problem, config in target.launches:
@@ -255,8 +242,8 @@ def test_a_variant_changes_the_kernels_and_leaves_the_project(name: str) -> None
     assert (changed == every_lane) == (name == "every-lane")
 
 
-def test_every_lane_of_fused_attention_arrives_too(fused: list[Target]) -> None:
-    specs = [spec for target in fused for spec in target.specs()]
+def test_every_lane_of_fused_attention_arrives_too() -> None:
+    specs = [spec for target in listed(FUSED.name) for spec in target.specs()]
     assert any(spec.variables["persistent"] for spec in specs)
     for spec in specs:
         plain = render(spec, "k")

@@ -10,18 +10,15 @@ from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
-from fused_attention_proof.plan import specs
-
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import find_toolchain
 from tuner.errors import ConfigError, TunerError
-from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect
 
-from .targets import DEFAULT, FAMILIES, Target, fused_proof, halved_of, targets
+from .targets import DEFAULT, FAMILIES, Target, halved_of, specs, targets
 from .tools import TOOLS, Run, Sanitizer, Seen, find_sanitizer, say, table
 from .variants import VARIANTS, rendered_as
 
@@ -51,8 +48,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compile-only",
         action="store_true",
-        help="compile what this needs, of fused_attention also what "
-        "tests/gpu/test_fused_attention_gpu.py does, and end; no GPU",
+        help="compile what this needs, and end; no GPU",
     )
     parser.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
     parser.add_argument("--print-limit", type=int, default=20, help="reports kept (%(default)s)")
@@ -106,8 +102,7 @@ def runs_of(found: Sequence[Target], tools: Sequence[str]) -> list[Run]:
 
 def without(target: Target, failed: Mapping[KernelSpec, str]) -> Target:
     """`target` without the launches whose kernels do not compile."""
-    member = family(target.family)
-    launches = [pair for pair in target.launches if not failed.keys() & specs(member, [pair])]
+    launches = [pair for pair in target.launches if not failed.keys() & specs([pair])]
     return replace(target, launches=tuple(launches))
 
 
@@ -142,8 +137,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(target.label())
         return 0
     wanted = dict.fromkeys(spec for target in found for spec in target.specs())
-    if options.compile_only and DEFAULT in families:
-        wanted |= dict.fromkeys(fused_proof(gpu))
     compiler = Compiler(find_toolchain(), ArtifactCache())
     with rendered_as(options.variant), compiler:
         built, failed = build(compiler, list(wanted))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 import backward_configs
 import block_scaled_cases
@@ -20,8 +19,7 @@ import gemv_cases
 import grouped_gemm_cases
 import paged_cases
 import two_kernel_cases
-from fused_attention_proof import plan
-from fused_attention_proof.cases import drawn
+from fused_levers import called, combination_of, covering
 
 from tuner.config import Config, Value
 from tuner.families import family
@@ -42,6 +40,8 @@ from tuner.problem import (
 
 Pair = tuple[Problem, Config]
 
+#: Calls of a kernel of fused attention on a problem.
+MAX_CALLS = 3
 #: Floating-point operations of a tiny problem stay below this.
 MAX_FLOPS = 10**9
 #: Heads come in groups that packings up to 8 divide, one of 16; the last two have twice more tiles
@@ -119,7 +119,13 @@ class Target:
         return f"{self.family} {self.name}"
 
     def specs(self) -> list[KernelSpec]:
-        return plan.specs(family(self.family), self.launches)
+        return specs(self.launches)
+
+
+def specs(launches: Iterable[Pair]) -> list[KernelSpec]:
+    """The distinct kernels of some launches."""
+    named = (family(config.family).kernels(problem, config) for problem, config in launches)
+    return list(dict.fromkeys(spec for one in named for spec in one.values()))
 
 
 def tiny(chosen: Config, name: str, problems: Iterable[Problem]) -> Target:
@@ -266,42 +272,18 @@ def paged_attention(gpu: Gpu) -> Iterator[Target]:
 
 
 def fused_attention(gpu: Gpu) -> Iterator[Target]:
-    for kernel in _proven(gpu):
-        name = f"{kernel.origin} {describe(kernel)}"
-        yield Target("fused_attention", name, fused_launches(gpu, kernel))
-
-
-@cache
-def _proven(gpu: Gpu) -> list[plan.Kernel]:
-    return plan.everything(family("fused_attention"), gpu, drawn())
-
-
-def fused_proof(gpu: Gpu) -> list[KernelSpec]:
-    """What tests/gpu/test_fused_attention_gpu.py needs."""
-    member, cases = family("fused_attention"), drawn()
-    trials = plan.trials(member, gpu, _proven(gpu), cases)
-    return plan.specs(member, [(trial.case.problem, trial.config) for trial in trials])
-
-
-def describe(kernel: plan.Kernel) -> str:
-    head_dim, causal, dtype = kernel.combination
-    params = kernel.members[0].params
-    words = " ".join(f"{name}={value}" for name, value in sorted(params.items()))
-    return f"D={head_dim} {'causal' if causal else 'full'} {dtype} {words}"
-
-
-def fused_launches(gpu: Gpu, kernel: plan.Kernel) -> tuple[Pair, ...]:
-    """The tiny problems with the variants of `kernel` that compute them."""
-    head_dim, causal, dtype = kernel.combination
-    member, draw = family("fused_attention"), random.Random(describe(kernel))
-    found: list[Pair] = []
-    for index, text in enumerate(FUSED):
-        width = head_dim - 8 * (index % 2)  # the instance's own, and padded
-        problem = AttentionProblem.parse(f"{text},D={width},causal={causal},dtype={dtype}")
-        legal = [config for config in kernel.members if not member.violations(problem, config, gpu)]
-        some = draw.sample(legal, min(len(legal), plan.MAX_SETTINGS))
-        found += [(problem, config) for config in some]
-    return tuple(found)
+    """The tiny problems with some of the calls that compute them."""
+    for kernel in covering(gpu):
+        head_dim, causal, dtype = combination_of(kernel)
+        draw, pairs = random.Random(kernel.label()), list[Pair]()
+        for index, text in enumerate(FUSED):
+            width = head_dim - 8 * (index % 2)  # the instance's own, and padded
+            problem = AttentionProblem.parse(f"{text},D={width},causal={causal},dtype={dtype}")
+            legal = called(kernel, problem, gpu)
+            calls = draw.sample(legal, min(len(legal), MAX_CALLS))
+            pairs += [(problem, config) for config in calls]
+        name = f"D={head_dim} {'causal' if causal else 'full'} {kernel.label()}"
+        yield Target(DEFAULT, name, tuple(pairs))
 
 
 DEFAULT = "fused_attention"

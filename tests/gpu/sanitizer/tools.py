@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fused_attention_proof.binding import libraries
-
 from tuner.base.processes import ProcessPool, python_command
 from tuner.compile.artifacts import Artifact
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
 
+from .binding import libraries
 from .targets import Target
 
 TOOLS = ("memcheck", "racecheck", "synccheck")

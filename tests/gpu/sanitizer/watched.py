@@ -17,8 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fused_attention_proof.binding import Libraries, subject, writes_lse
-
 from tuner.config import Config
 from tuner.families.base import LSE, SCRATCH
 from tuner.measure import pages
@@ -26,6 +24,8 @@ from tuner.measure.device import Device, Pool
 from tuner.measure.gate.inputs import moments, scale_of, starts_of
 from tuner.measure.subjects import WORKSPACE
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem, problem_from_json
+
+from .binding import Libraries, subject, writes_lse
 
 #: Distinct elements; a tensor repeats them.
 PERIOD = 4093
