@@ -171,6 +171,7 @@ class Machine:
 
     def time_passes(self) -> None:
         self.runtime.table.table._look_at = 0.0
+        self.runtime.dispatch.serve_until(0.0)
 
     def attention(self, *arguments: Any, **options: Any) -> Any:
         return self.runtime.attention.attention(*arguments, **options)

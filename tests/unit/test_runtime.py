@@ -103,9 +103,9 @@ def test_a_known_kind_takes_the_short_way(
     serving = importlib.import_module("tuner.runtime.call.serving")
     long_way = serving.answer
 
-    def noted(call: Any, kind: Any = None) -> Any:
+    def noted(call: Any) -> Any:
         taken.append(call)
-        return long_way(call, kind)
+        return long_way(call)
 
     monkeypatch.setattr(serving, "answer", noted)
     for _ in range(3):

@@ -14,13 +14,10 @@ from tuner.runtime.attention.bias import axes_of, fills_the_gpu, steps_of
 from tuner.runtime.attention.bias import over as mask_over
 from tuner.runtime.attention.composed import NONE, Attended, Extras, compose
 from tuner.runtime.call import (
-    counters,
     devices,
-    dispatch,
     finite_gradients,
     guards,
     handed_over,
-    invariance,
     native,
 )
 from tuner.runtime.call.lengths import over
@@ -195,7 +192,7 @@ def known(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> torch.Tensor | Literal[False] | None:
+) -> torch.Tensor | None:
     """The short way of a plain call without gradients and mask that was made before, without the
     dispatcher: half the time of `serving.answer` and `native.attend`.
 
@@ -208,8 +205,7 @@ def known(
         enable_gqa: let HKV be a divisor of H.
 
     Returns:
-        A kernel's output; `dispatch.REFUSED` where PyTorch answers with the tensors as they are;
-        None where others must look.
+        A kernel's output; None where others must look.
     """
     tensors = query, key, value
     is_plain = type(query) is type(key) is type(value) is torch.Tensor
@@ -225,15 +221,10 @@ def known(
         return None
     table.refresh(query)
     plan = table.get(kind)
-    if isinstance(plan, Plan):
-        out = guards.unready(tensors) or table.run(plan, *tensors)
-        return None if isinstance(out, Refusal) else out
-    if plan is None or invariance.was_on:
+    if not isinstance(plan, Plan):
         return None
-    if not handed_over.lie_well(kind[:6], query.element_size()):
-        return None
-    counters.count_fallback(plan.reason)
-    return dispatch.REFUSED
+    out = guards.unready(tensors) or table.run(plan, *tensors)
+    return None if isinstance(out, Refusal) else out
 
 
 def without_lse(plan: Plan) -> Refusal:

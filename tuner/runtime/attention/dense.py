@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
 from tuner.runtime.attention import quantised, window_operators
@@ -138,10 +137,6 @@ def attention(
                 return out
             if not (attn_mask is not None or dropout_p or dispatch.is_loaded()):
                 out = known(query, key, value, is_causal, scale, enable_gqa)
-                if out is dispatch.REFUSED:
-                    return scaled_dot_product_attention(
-                        query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-                    )
                 if out is not None:
                     return out
     query, key, value = guards.autocast(devices.TYPE, query, key, value)

@@ -1,8 +1,8 @@
 """Python side of the C++ dispatcher (`templates/dispatcher`).
 
-Without a loaded dispatcher these functions do nothing, and every call goes through Python. The
-first plan or refusal starts a thread that loads it, after compiling it if the cache has none. No
-call waits for that thread. `load_built` loads a dispatcher that is built already.
+Without a loaded dispatcher every call goes through Python, and `stand_in` answers those that were
+refused before. The first plan or refusal starts a thread that loads it, after compiling it if the
+cache has none. No call waits for that thread. `load_built` loads a dispatcher that is built.
 
 Results of `attention`, `linear` and `matmul`:
 
@@ -23,14 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.loading import verify
 from tuner.errors import TunerError
-from tuner.runtime.call import counters, devices
+from tuner.runtime.call import counters, devices, stand_in
 from tuner.runtime.call.lengths import Lengths, block, constant
 from tuner.runtime.call.plan import KernelPlan
 from tuner.runtime.call.refusal import Refusal
@@ -42,18 +42,13 @@ OPERATIONS = ("attention", "linear", "matmul", "flash", "cudnn_with_lse")
 PyTorch's attention that return the log-sum-exp."""
 _EXACT, _PORTFOLIO = 0, 1
 """The dispatcher's enum `Source`: plans of decisions, and plans that a portfolio selected."""
-REFUSED: Final = False
-"""Result for a refused call that was counted; the caller passes it to PyTorch."""
+REFUSED = stand_in.REFUSED
 _PRODUCTS = "linear", "matmul"
 
 
-def _unknown(*arguments: Any) -> None:
-    """Stand-in for the dispatcher's functions while none is loaded."""
-
-
-attention: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
-linear: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
-matmul: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
+attention: Callable[..., torch.Tensor | Literal[False] | None] = stand_in.attention
+linear: Callable[..., torch.Tensor | Literal[False] | None] = stand_in.linear
+matmul: Callable[..., torch.Tensor | Literal[False] | None] = stand_in.matmul
 
 _module: Any = None
 _kinds: list[str] = []
@@ -170,8 +165,8 @@ def is_preparing() -> bool:
 def use(module: Any) -> None:
     """Answer calls by this extension module from now on; None: through Python."""
     global _module, attention, linear, matmul
-    _module = module
-    attention, linear, matmul = (getattr(module, name, _unknown) for name in OPERATIONS[:3])
+    _module, functions = module, module or stand_in
+    attention, linear, matmul = (getattr(functions, name) for name in OPERATIONS[:3])
 
 
 def put(
@@ -205,7 +200,7 @@ def put(
 
 def generation() -> int:
     """Changes with each `clear`; for `refuse`."""
-    return 0 if _module is None else int(_module.generation())
+    return stand_in.generation if _module is None else int(_module.generation())
 
 
 def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, generation: int) -> None:
@@ -220,7 +215,10 @@ def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, generat
             noticed.
     """
     counters.count_fallback(refusal.reason)
-    if _module is None or refusal.until <= time.monotonic():
+    if _module is None:
+        stand_in.refuse(operation, arguments, refusal, generation)
+        return
+    if refusal.until <= time.monotonic():
         return
     kind = counters.kind_of(refusal.reason)
     with _lock:
@@ -262,12 +260,14 @@ def remove_overrides() -> None:
 
 def clear() -> None:
     """Forget every plan and every refusal."""
+    stand_in.forget()
     if _module is not None:
         _module.clear()
 
 
 def serve_until(end: float, with_plans: bool = True) -> None:
     """Answer calls up to this time (`time.monotonic`, seconds); without plans only refused ones."""
+    stand_in.hold_until(end)
     if _module is not None:
         _module.serve_until(end if with_plans else 0.0, end)
 

@@ -130,18 +130,17 @@ def serve(call: Call) -> torch.Tensor:
     return call.by_pytorch() if out is None else out
 
 
-def answer(call: Call, kind: Hashable = None) -> torch.Tensor | None:
+def answer(call: Call) -> torch.Tensor | None:
     """A tuned kernel's output, or None and a counted reason when PyTorch must answer.
 
     Attention of tensors that are not aligned is answered from copies, if need be by PyTorch.
 
     Args:
         call: its tensors may be any.
-        kind: the call's `kind`, where it is known.
     """
     inputs = call.inputs
     generation = table.refresh(inputs[0])
-    plan = _find(call, inputs, kind)
+    plan = _find(call, inputs)
     out = plan if isinstance(plan, Refusal) else call.run(plan)
     if not isinstance(out, Refusal):
         return out
@@ -151,7 +150,7 @@ def answer(call: Call, kind: Hashable = None) -> torch.Tensor | None:
             return serve(copy)
     if invariance.was_on:
         invariance.forbid(out.reason)
-    if not dispatch.is_loaded() or (dispatched := call.dispatched) is None:
+    if (dispatched := call.dispatched) is None:
         counters.count_fallback(out.reason)
     else:
         dispatch.refuse(*dispatched, out, generation)
@@ -172,14 +171,12 @@ def find(call: PlannedCall) -> Plan | Refusal:
     return plan
 
 
-def _find(
-    call: PlannedCall, inputs: tuple[torch.Tensor, ...], kind: Hashable = None
-) -> Plan | Refusal:
+def _find(call: PlannedCall, inputs: tuple[torch.Tensor, ...]) -> Plan | Refusal:
     """As `find`, after a look at the store. A refused kind needs no look at torch's state."""
     refusal = guards.unplain(inputs) or call.refusal()
     if refusal is not None:
         return refusal
-    kind = call.kind() if kind is None else kind
+    kind = call.kind()
     plan = table.get(kind)
     refusal = plan if isinstance(plan, Refusal) else guards.unready(inputs)
     if refusal is not None:

@@ -90,24 +90,6 @@ class PlanTable:
                 self._look()
         return dispatch.generation()
 
-    def refuses(self, kind: Hashable, tensor: torch.Tensor) -> bool:
-        """Count a call of a kind that was refused, if no dispatcher does; False for any other call.
-
-        The short way of a call without gradients that PyTorch answers, whatever torch's state is.
-
-        Args:
-            kind: as in `get`.
-            tensor: as of `refresh`.
-        """
-        if dispatch.is_loaded() or invariance.was_on:
-            return False
-        self.refresh(tensor)
-        refusal = self.get(kind)
-        if not isinstance(refusal, Refusal):
-            return False
-        counters.count_fallback(refusal.reason)
-        return True
-
     def find_out(
         self,
         kind: Hashable,

@@ -100,7 +100,7 @@ def linear(
             if guards.wants_gradient(*call.inputs):
                 product = _with_gradients(call)
             else:
-                product = call.answer()
+                product = serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
         if _gains_by_parts(input, weight, bias):
@@ -238,7 +238,7 @@ def matmul(
             return torch.matmul(input, other, out=out)
         if product is None:
             call = ProductCall("matmul", input, other)
-            product = call.answer()
+            product = serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
     if invariance.was_on:
@@ -282,14 +282,6 @@ class ProductCall(_Product, Call):
         if bias is None:
             return name, activation, of_a, of_b
         return name, activation, of_a, of_b, bias.shape, bias.stride(), bias.dtype, bias.device
-
-    def answer(self) -> torch.Tensor | None:
-        """As `serving.answer`; a kind that was refused before ends here without the dispatcher."""
-        try:
-            kind = self.kind()
-        except (RuntimeError, AttributeError):  # sparse tensors have no strides
-            return serving.answer(self)
-        return None if table.refuses(kind, self.a) else serving.answer(self, kind)
 
     def pose(self) -> Posed:
         b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b
