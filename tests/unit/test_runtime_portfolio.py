@@ -521,9 +521,17 @@ def test_a_proven_kernel_serves_a_paged_cache(
     query = torch.zeros(batch, heads, width, dtype=torch.float16)
     table = torch.zeros(batch, 12, dtype=torch.int32)
     lengths = torch.full((batch,), 700, dtype=torch.int32)
-    out = runtime.paged_attention(query, *cache, table, lengths)
+    out = runtime.paged_attention(query, *cache, table, lengths, total_seqlen_k=batch * 700)
     assert bool((out == WRITTEN).all()) and serving.launched == ["key-narrow"]
     assert serving.machine.stats().portfolio_hits == 1
     # Wide boxes were preferred for pages of 64, and are not proven.
     assert selected[0]["box_rows"] == 64 and selected[-1]["box_rows"] == 16
     assert selected[-1]["splits"] > 1
+    selected.clear()
+    many, long = 16, torch.zeros(16, 32768 // 64, dtype=torch.int32)
+    lengths = torch.full((many,), 700, dtype=torch.int32)
+    runtime.paged_attention(query[:1].repeat(many, 1, 1), *cache, long, lengths)
+    assert selected[0]["stream_k"], "where only the device knows the lengths"
+    selected.clear()
+    runtime.paged_attention(query, *cache, long[:batch], lengths[:batch])
+    assert "stream_k" not in selected[0].params, "of few sequences"

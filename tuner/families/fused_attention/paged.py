@@ -20,10 +20,17 @@ _ANY_PAGE, _WIDE = 16, 64
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.
 _WIDE_CHUNKS = (64,)
 #: Keys of a tile of 128 rows, and stages, by the instance.
-_TALL_TILES = {64: (128, 3), 96: (64, 5), 128: (64, 5), 192: (64, 3), 256: (64, 2)}
+_TALL_TILES = {64: (128, 3), 96: (128, 3), 128: (128, 3), 192: (64, 3), 256: (80, 2)}
+#: Instances whose copies three warps issue: kernels that pad heads take 2 to 25 % less at decoding,
+#: those of four heads 9 %, and those of chunks 19 to 32 % (an H200, 29 November 2026).
+_COPIED_PADDED, _COPIED_FOUR, _COPIED_CHUNKS = (96, 128, 256), (96, 256), (96, 192, 256)
 #: Head dimensions whose copies bring whole rows: chunks take 20 % less, decoding 1 to 3 %
-#: (an H200, 27 November 2026).
-_WHOLE = (128,)
+#: (an H200, 27 November 2026); and those of chunks only.
+_WHOLE, _WHOLE_CHUNKS = (128,), (128, 256)
+#: Instances whose chunks rescale lazily: 3 to 10 % less (an H200, 29 November 2026).
+_LAZY_CHUNKS = (96, 128)
+#: Head dimensions with a kernel of equal parts, as far as one was timed.
+_STREAMED = (64, 128)
 
 
 def kernels(
@@ -54,20 +61,19 @@ def kernels(
     padded = tuple(_padded_kernels(head_dim, phase, is_e4m3))
     if not is_plain:
         return (any_heads,) if phase == "prompt" else (_padded(head_dim, 8), any_heads)
-    four: tuple[Config, ...] = (_short(head_dim, 4, _ANY_PAGE),)
-    chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
-    if head_dim in _WHOLE and not is_e4m3:  # those behind serve a D that an instance fills up
-        four = _whole(four[0]), *four
-        chunks = *(_whole(one, copy_warps=3, tile_n=160) for one in chunks), *chunks
+    if is_e4m3:
+        four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
+        both = _chunk(head_dim, 4), _chunk(head_dim, 1)
+        if phase == "one":
+            return four, eight, *padded, any_heads
+        return (four, *padded, *both, any_heads) if phase == "few" else (four, *both)
+    fours, chunks = tuple(_fours(head_dim)), tuple(_chunks(head_dim))
     if phase == "one":
-        if is_e4m3:
-            return *four, _short(head_dim, 8, _ANY_PAGE), *padded, any_heads
-        return _short(head_dim, 4, _WIDE), *four, *padded, any_heads
-    if head_dim in _WIDE_CHUNKS and not is_e4m3:
-        chunks = _chunk(head_dim, 4, _WIDE), *chunks
+        streaming = (_streaming(head_dim),) if head_dim in _STREAMED else ()
+        return _short(head_dim, 4, _WIDE), *fours, *padded, any_heads, *streaming
     if phase == "few":
-        return *four, *padded, *chunks, any_heads
-    return *four, *chunks
+        return *fours, *padded, *chunks, any_heads
+    return *fours, *chunks
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
@@ -88,27 +94,54 @@ def _short(head_dim: int, packed: int, box_rows: int) -> Config:
     return _packed(params, packed)
 
 
+def _fours(head_dim: int) -> Iterator[Config]:
+    """Kernels of one group and four heads; the last serves a D that an instance fills up."""
+    four = _short(head_dim, 4, _ANY_PAGE)
+    if head_dim in _WHOLE:
+        yield _with(four, whole_rows=True)
+    yield _with(four, copy_warps=3) if head_dim in _COPIED_FOUR else four
+
+
+def _chunks(head_dim: int) -> Iterator[Config]:
+    """Kernels of chunks of prompts; the last two serve a D that an instance fills up."""
+    if head_dim in _WIDE_CHUNKS:
+        yield _chunk(head_dim, 4, _WIDE)
+    both = _chunk(head_dim, 4), _chunk(head_dim, 1)
+    lazy: dict[str, Value] = {"rescale": "lazy"} if head_dim in _LAZY_CHUNKS else {}
+    if head_dim in _WHOLE_CHUNKS:
+        yield from (_with(one, whole_rows=True, copy_warps=3, **lazy) for one in both)
+    copies = {"copy_warps": 3, **lazy} if head_dim in _COPIED_CHUNKS else {}
+    yield from (_with(one, **copies) for one in both)
+
+
 def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config]:
     """Kernels for KV heads of any number of query heads, up to 32, of e4m3 up to 8. Their tiles
     read each key once, and compute rows of heads that a KV head lacks in vain. A tile of 64 rows
     holds one query of 32 heads, four queries of 16 or eight of 8. One of 128 rows holds twice as
-    many, and takes 1.2 times as long where it is half empty (an H200, 29 November 2026).
+    many, and takes up to 1.5 times as long where it is half empty (an H200, 29 November 2026).
     """
-    if phase == "one" and not is_e4m3:
-        yield _padded(head_dim, MAX_PACKED)
+    if is_e4m3:
+        yield _padded(head_dim, 8)
         return
-    yield _padded(head_dim, 8)
-    if not is_e4m3:
-        yield _padded(head_dim, 16)
-        tile_n, stages = _TALL_TILES[head_dim]
-        more: dict[str, Value] = {"warp_groups": 2, "tile_n": tile_n, "kv_stages": stages}
-        for heads in (16, MAX_PACKED):
-            yield _padded(head_dim, heads, **more, ping_pong=True, blocks_per_sm=1)
+    copies: dict[str, Value] = {"copy_warps": 3} if head_dim in _COPIED_PADDED else {}
+    if phase == "one":
+        yield _padded(head_dim, MAX_PACKED, **copies)
+        return
+    yield from (_padded(head_dim, heads, **copies) for heads in (8, 16))
+    tile_n, stages = _TALL_TILES[head_dim]
+    copies |= {"warp_groups": 2, "tile_n": tile_n, "kv_stages": stages, "blocks_per_sm": 1}
+    yield from (_padded(head_dim, heads, **copies, ping_pong=True) for heads in (16, MAX_PACKED))
 
 
 def _padded(head_dim: int, heads: int, **more: Value) -> Config:
-    one = _short(head_dim, heads, _ANY_PAGE)
-    return Config(NAME, {**one.params, "pads_heads": True, **more})
+    return _with(_short(head_dim, heads, _ANY_PAGE), pads_heads=True, **more)
+
+
+def _streaming(head_dim: int) -> Config:
+    """As the padded kernel of one query, by blocks that take equal parts of all keys: for lengths
+    that only the device knows.
+    """
+    return _padded(head_dim, MAX_PACKED, persistent=True, stream_k=True)
 
 
 def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
@@ -131,17 +164,15 @@ def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
     return _packed(params, packed)
 
 
-def _whole(one: Config, **params: Value) -> Config:
-    """As a kernel, by half as many copies, each of whole rows."""
-    return Config(NAME, {**one.params, "whole_rows": True, **params})
+def _with(one: Config, **params: Value) -> Config:
+    return Config(NAME, {**one.params, **params})
 
 
 def _tall(head_dim: int, packed: int) -> Config:
     """As `_chunk`, of three groups, which read a tile of keys for more queries: at D = 64 they take
     7 % less (an H200, 26 November 2026).
     """
-    one = _chunk(head_dim, packed)
-    return Config(NAME, {**one.params, "warp_groups": 3, "early_exp": 0})
+    return _with(_chunk(head_dim, packed), warp_groups=3, early_exp=0)
 
 
 def _packed(params: dict[str, Value], heads: int) -> Config:
