@@ -156,7 +156,7 @@ def long_table(measured: Sequence[Row]) -> list[str]:
     lines = [("order", "over plain", "worst", "over the fastest peer", "worst")]
     for order in ORDERS:
         mine = [row for row in measured if order in row.get("orders", {})]
-        plain = [row["orders"][PLAIN] / row["orders"][order] for row in mine]
+        plain = [one[PLAIN] / one[order] for row in mine if PLAIN in (one := row["orders"])]
         peers = [row["us"]["tuner"] / row["orders"][order] * (rows.over_fastest(row) or math.nan)
                  for row in mine]  # fmt: skip
         lines.append((order, *rows.figures(plain), *rows.figures(peers)))

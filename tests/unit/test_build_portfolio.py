@@ -41,7 +41,8 @@ FULL = AttentionDomain(256, "full", "prompt")
 def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A portfolio of one domain with one candidate, and none transferred: two kernels."""
     whole = next(one for one in shipped() if one.op == "attention")
-    one = replace(whole, domains={FULL: whole.domains[FULL]})
+    models = whole.domains[FULL]
+    one = replace(whole, domains={FULL: replace(models, candidates=models.candidates[:1])})
     monkeypatch.setattr(portfolio, "shipped", lambda: (one,))
     monkeypatch.setattr(transfer.Transfer, "models_of", lambda self, domain: None)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
