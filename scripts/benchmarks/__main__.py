@@ -28,6 +28,7 @@ NAMES = (
     "search",
     "suites",
     "training",
+    "tuner",
 )
 
 
@@ -39,8 +40,10 @@ MOVED = {
     **{name: f"scripts/bench search --preset {name}" for name in ("repeats", "sweeps")},
     **{
         name: f"scripts/bench population --preset {name}"
-        for name in ("fp8_attention", "layers", "masks", "own_calls", "regret")
+        for name in ("fp8_attention", "layers", "masks", "own_calls")
     },
+    "regret": "scripts/bench tuner",
+    "population --preset regret": "scripts/bench tuner",
     "sustained": "scripts/bench population --preset sustained",
     **{name: f"scripts/bench products --preset {name}" for name in ("e4m3", "narrow", "scaled")},
     "stopping": "scripts/bench search --preset recorded, whose rows `tuner fit stopping` reads",
@@ -50,7 +53,7 @@ MOVED = {
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark; the exit codes are the command line's."""
     name, *rest = argv or ("",)
-    for asked in (name, f"{name} {' '.join(rest[:1])}"):
+    for asked in (" ".join((name, *rest[:count])) for count in range(3)):
         if asked in MOVED:
             print(f"scripts/bench {asked} is now: {MOVED[asked]}", file=sys.stderr)
             return 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,24 +29,50 @@ MAX_ERRORS = {"float16": 5e-3, "bfloat16": 3e-2, E4M3: 1e-1}
 """Relative errors from which on an output is wrong, from a reference in fp32 or the first peer."""
 
 
-def measured(call: Call, compiles: bool = False) -> Row:
+Further = Callable[[Callable[[int], Sequence[Any]]], Mapping[str, Callable[[int], Any]]]
+"""Makes further calls by contender of a call's operands by copy."""
+
+
+def measured(
+    call: Call,
+    compiles: bool = False,
+    further: Further = lambda operands: {},
+    budget_us: float = BUDGET_US,
+) -> Row:
     """Times of all contenders, errors of the tuner's output, and how it was answered.
 
     Args:
         call: the call.
         compiles: FlexAttention and torch.compile take part, where they can.
+        further: makes further contenders, of calls of models and of products.
+        budget_us: all rounds of such a call take about so long.
     """
     with torch.inference_mode():
         torch.manual_seed(0)
         if isinstance(call, ModelCall):
-            row = model_call_measured(call, "cuda", compiles, BUDGET_US)
+
+            def ways(inputs: Sequence[Any]) -> list[Contender]:
+                calls = further(lambda i: _operands(inputs[i].tensors, bool(call.views)))
+                return [Contender(name, one) for name, one in calls.items()]
+
+            row = model_call_measured(call, "cuda", compiles, budget_us, ways)
             return {**row, "problem": call.problem.to_json()}
         if isinstance(call, Pages):
             return paged(call)
         if isinstance(call, Packed):
             return packed(call)
         is_grouped = isinstance(call.problem, GroupedGemmProblem)
-        return grouped(call) if is_grouped else product(call, compiles)
+        if is_grouped:
+            return grouped(call, further, budget_us)
+        return product(call, compiles, further, budget_us)
+
+
+def _operands(tensors: Sequence[Any], is_attention: bool) -> list[Any]:
+    """Operands of a call of a model, in the order of its problem."""
+    if is_attention:
+        return list(tensors)
+    x, weight, bias = tensors
+    return [x, weight.t(), *([] if bias is None else [bias])]
 
 
 def timed(
@@ -55,6 +81,7 @@ def timed(
     copies: int,
     wanted: Any,
     most: float,
+    budget_us: float = BUDGET_US,
 ) -> Row:
     """A row of calls whose outputs are compared; a wrong one is not timed.
 
@@ -64,6 +91,7 @@ def timed(
         copies: copies of the tensors.
         wanted: makes the error of an output of the first copy.
         most: largest error.
+        budget_us: all rounds take about so long.
     """
     tuner.stats(reset=True)
     errors, failed = harness.first_outputs(
@@ -71,7 +99,7 @@ def timed(
     )
     wrong = [name for name, (error, _) in errors.items() if not error <= most]
     fit = [Contender(name, calls[name]) for name in errors if name not in wrong]
-    times = harness.time_calls(fit, before, copies, BUDGET_US)
+    times = harness.time_calls(fit, before, copies, budget_us)
     stats = errors["tuner"][1] if "tuner" in errors else None
     return {
         "answered": "" if stats is None else next(iter(stats.answers)),
@@ -205,7 +233,7 @@ def _packed_reference(problem: AttentionProblem, lengths: Any, *tensors: Any) ->
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-def product(case: Plain, compiles: bool) -> Row:
+def product(case: Plain, compiles: bool, further: Further, budget_us: float) -> Row:
     """`tuner.linear` or `tuner.scaled_mm` beside PyTorch's, DeepGEMM and cuBLASLt's algorithms."""
     problem = case.problem
     assert isinstance(problem, GemmProblem)
@@ -227,12 +255,13 @@ def product(case: Plain, compiles: bool) -> Row:
         options = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
         compiled = torch.compile(torch.nn.functional.linear, **options)
         calls["inductor"] = lambda i: compiled(tensors.rows, tensors.weights[i][0])
+    calls |= further(tensors.operands)
     most = MAX_ERRORS[problem.dtype]
-    row = timed(calls, tensors.before, tensors.copies, tensors.error, most)
+    row = timed(calls, tensors.before, tensors.copies, tensors.error, most, budget_us)
     return {**row, "problem": problem.to_json()}
 
 
-def grouped(case: Plain) -> Row:
+def grouped(case: Plain, further: Further, budget_us: float) -> Row:
     """`tuner.grouped_mm` beside PyTorch's grouped product, in bf16."""
     problem = case.problem
     assert isinstance(problem, GroupedGemmProblem)
@@ -246,6 +275,7 @@ def grouped(case: Plain) -> Row:
     calls = {
         "pytorch": lambda _: torch._grouped_mm(rows, weights.transpose(-2, -1), offs=offsets[1:]),
         "tuner": lambda _: tuner.grouped_mm(rows, weights, offsets, sizes=problem.sizes),
+        **further(lambda _: (rows, weights, offsets)),
     }
     last = max(group for group, size in enumerate(counts) if size)
     count = min(64, counts[last])
@@ -258,5 +288,5 @@ def grouped(case: Plain) -> Row:
     def before(_: int) -> Any:
         return torch.mul(source, 1.0, out=rows)
 
-    row = timed(calls, before, 1, error, MAX_ERRORS["bfloat16"])
+    row = timed(calls, before, 1, error, MAX_ERRORS["bfloat16"], budget_us)
     return {**row, "problem": problem.to_json()}

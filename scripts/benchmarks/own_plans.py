@@ -99,18 +99,30 @@ def kernel_of(spec: KernelSpec) -> LoadedKernel:
     return load(future.result())
 
 
-def compile_specs(specs: Iterable[KernelSpec]) -> None:
+def compile_specs(specs: Iterable[KernelSpec], *, serves: bool = False) -> None:
     """Compile kernels on all cores, for a run with a GPU.
+
+    Args:
+        specs: kernels.
+        serves: True to enter them in the user's kernel list, so that proven ones serve.
 
     Raises:
         CompileError: without a compiler, or when a kernel is refused.
     """
     from tuner.cli.aot import compile_aot
+    from tuner.cli.portfolio import starting_list
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
     from tuner.errors import CompileError
+    from tuner.selection.kernels import path_of, update
+    from tuner.tuning.built import BuiltKernels
 
     with Compiler(find_toolchain(), ArtifactCache()) as every:
-        if compile_aot(list(dict.fromkeys(specs)), every, None):
+        further = {}
+        if serves:
+            path = path_of(every.toolchain.nvcc_version, every.capability)
+            update(path, lambda known: known, start=lambda: starting_list(path, every))
+            further = {"finished": BuiltKernels(path, force=False).enter}
+        if compile_aot(list(dict.fromkeys(specs)), every, None, **further):
             raise CompileError("not every kernel is compiled; the lines above say why")

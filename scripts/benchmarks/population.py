@@ -36,13 +36,6 @@ from benchmarks.population_masks import MASKED, masked_measured
 from benchmarks.population_masks import SMOKE as MASK_SMOKE
 from benchmarks.population_peers import SMOKE as PEER_SMOKE
 from benchmarks.population_peers import peer_cases, peer_measured
-from benchmarks.population_regret import (
-    regret_cases,
-    regret_line,
-    regret_listing,
-    regret_measured,
-    regret_table,
-)
 from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
@@ -345,13 +338,6 @@ BENCH = Bench(
             *(peer_cases, peer_measured),
             limit_s=60.0,
             smoke=PEER_SMOKE,
-        ),
-        "regret": Preset(
-            "the selection's choices beside all built kernels of their problems",
-            *(regret_cases, regret_measured),
-            line=regret_line,
-            table=regret_table,
-            listing=regret_listing,
         ),
     },
     options,

@@ -104,15 +104,15 @@ class Tensors:
             left, right = left * scale_a[:rows], right * scale_b[:, :columns].t()
         return left @ right.t() * (OUTPUT_FACTOR if problem.has_output_scale else 1.0)
 
+    def operands(self, i: int) -> tuple[Any, ...]:
+        """Operands of a copy, in the problem's order."""
+        weight, scale_b = self.weights[i]
+        factors = self.factors if scale_b is None else [self.factors[0], scale_b.t()]
+        return self.rows, weight.t(), *factors
+
     def planned(self, plan: Any) -> Call:
         """The call of an own kernel's plan."""
-
-        def call(i: int) -> Any:
-            weight, scale_b = self.weights[i]
-            factors = self.factors if scale_b is None else [self.factors[0], scale_b.t()]
-            return plan.run_uncounted(self.rows, weight.t(), *factors)
-
-        return call
+        return lambda i: plan.run_uncounted(*self.operands(i))
 
     def own(self, config: Config, artifacts: Any) -> Call:
         """A built kernel's call.

@@ -27,13 +27,14 @@ from benchmarks.rows import markdown
 from tuner import settings
 from tuner.base.processes import python_command, python_environment, running
 from tuner.bench.suites import SUITES
+from tuner.cli.entries import unservable
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families, families_of
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measurement import Regime
+from tuner.measurement import Provenance, Regime
 from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
 from tuner.runners import recording_archive
 from tuner.runners.base import Runner
@@ -42,6 +43,8 @@ from tuner.runners.gpus import parse_devices
 from tuner.search import pool
 from tuner.search.ranking import by_latency
 from tuner.selection.portfolio import serving, shipped
+from tuner.selection.reader import lookup
+from tuner.store import exchange, open_store
 from tuner.tuning.job import JobOptions, read_problems
 
 ROUNDS, FINALISTS, PASSES = 40, 6, 3
@@ -109,7 +112,9 @@ def observed(_: Namespace) -> list[SeededSweep]:
     return [SeededSweep(problem) for problem in OBSERVED]
 
 
-def swept(case: SeededSweep, args: Namespace, keeps_kernels: bool = False) -> Row:
+def swept(
+    case: SeededSweep, args: Namespace, keeps_kernels: bool = False, replays: bool = False
+) -> Row:
     """One sweep by a process of its own with an empty store.
 
     Args:
@@ -117,6 +122,7 @@ def swept(case: SeededSweep, args: Namespace, keeps_kernels: bool = False) -> Ro
         args: the command line, whose ``--sweep`` goes on to ``tuner sweep``.
         keeps_kernels: True to sweep with this machine's cache, its compiled kernels and proofs;
             else the cache is empty.
+        replays: True to also say under ``replayed`` whether another store answers alike.
 
     Raises:
         BenchmarkError: when it failed, or found no own kernel.
@@ -150,6 +156,7 @@ def swept(case: SeededSweep, args: Namespace, keeps_kernels: bool = False) -> Ro
         config = Config.from_json(own["config"])
         built = [path for path in artifacts.glob("*/") if path.name not in before]
         units = _units(built, began, _keys(problem, config))
+        again = {"replayed": replayed(Path(folder))} if replays else {}
     facts = ("kernels", "elapsed_s", "first_own_s", "seconds", "given_up", "expected_loss")
     return {
         "seed": case.seed,
@@ -162,9 +169,24 @@ def swept(case: SeededSweep, args: Namespace, keeps_kernels: bool = False) -> Ro
         "cpu_s": round(_cpu_s() - cpu_s, 1),
         "cores": len(os.sched_getaffinity(0)),
         **units,
+        **again,
         "said": [f"{at:.1f} {line}" for at, line in said],
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
     }
+
+
+def replayed(folder: Path) -> bool:
+    """True if a sweep's decision answers from another store with the same config, after an export
+    and an import.
+    """
+    with open_store(f"sqlite:///{folder}/store.sqlite", create=False) as store:
+        (entry,) = [one for one in store.entries() if one.provenance is Provenance.MEASURED]
+        document = exchange.parse(exchange.to_text(store.export()))
+    path = folder / "other.sqlite"
+    with open_store(f"sqlite:///{path}") as other:
+        other.import_(document, check=unservable)
+    answer = lookup(entry.problem, gpu=entry.gpu, regime=entry.regime, path=path)
+    return answer is not None and answer.candidates[0].config == entry.winner.config
 
 
 def _keys(problem: Problem, config: Config) -> set[str]:
@@ -324,7 +346,7 @@ def observe(case: SeededSweep, args: Namespace) -> Row:
     """A sweep with an empty cache, and the shares of its seconds: of all cores in nvcc and in
     other processes, and of the GPU.
     """
-    with _gpu_use(args.device) as use:
+    with gpu_values(args.device) as use:
         row = swept(case, args)
     cores_s = row["process_s"] * row["cores"]
     gpu = statistics.fmean(use) / 100 if use else None
@@ -338,9 +360,11 @@ def observe(case: SeededSweep, args: Namespace) -> Row:
 
 
 @contextmanager
-def _gpu_use(device: str) -> Iterator[list[float]]:
-    """Percent of the time that the GPU computes, five values a second, when the context ends."""
-    query = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200")
+def gpu_values(device: str, name: str = "utilization.gpu") -> Iterator[list[float]]:
+    """A quantity of nvidia-smi's, five values a second, when the context ends; by default the
+    percent of the time that the GPU computes.
+    """
+    query = (f"--query-gpu={name}", "--format=csv,noheader,nounits", "-lms", "200")
     values: list[float] = []
     with tempfile.TemporaryFile("w+") as file:
         try:

@@ -94,6 +94,7 @@ def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     command = lambda *arguments: [sys.executable, "-P", "-c", SWEEP, *arguments[3:]]  # noqa: E731
     monkeypatch.setattr(search_sweeps, "python_command", command)
     monkeypatch.setattr(search_sweeps, "Runners", Machines)
+    monkeypatch.setattr(search_sweeps, "replayed", lambda folder: True)
 
 
 @pytest.fixture

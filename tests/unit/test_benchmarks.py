@@ -13,7 +13,6 @@ from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
 from bench_fakes import (  # noqa: F401
     built_attention,
     built_products,
-    sweep_runner,
 )
 from bench_kernels import (  # noqa: F401
     built_schedules,
@@ -60,7 +59,6 @@ PREPARED: dict[tuple[str, str], str] = {
     ("population", "fp8_attention"): "built_attention",
     ("population", "long"): "built_attention",
     ("population", "masks"): "uncompiled",
-    ("population", "regret"): "sweep_runner",
     ("population", "sustained"): "built_attention",
     ("products", "e4m3"): "built_products",
     ("products", "holes"): "built_products",
@@ -68,6 +66,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("products", "scaled"): "built_products",
     ("suites", "pytorch"): "checkout",
     **{("search", preset): "sweeps" for preset in ("repeats", "sweeps", "metrics")},
+    **{("tuner", preset): "sweeps" for preset in ("quick", "full")},
     ("search", "compile_ways"): "compiler",
 }
 """Fixtures that smoke runs need beside the device, by bench and preset."""

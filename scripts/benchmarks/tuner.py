@@ -1,0 +1,139 @@
+"""``scripts/bench tuner``: how good this tuner is, by five figures, on one list of problems.
+
+Problems are drawn from models that made no selection (`tuner_problems`). Each choice is timed
+beside every built kernel of every family in one interleaved pass (`tuner_truth`).
+``docs/pages/figures.md`` defines the figures. ``untuned`` judges what a call gets without tuning.
+``quick`` and ``full`` sweep each problem first, by ``tuner sweep`` into an empty store. Rows of two
+runs of one preset show flips and fidelity: ``--table FIRST SECOND``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness, search_sweeps, tuner_figures, tuner_problems, tuner_truth
+from benchmarks.harness import Bench, Preset, Row
+from benchmarks.own_plans import compile_specs
+from benchmarks.search_sweeps import SeededSweep
+from benchmarks.tuner_problems import COUNT, Judged
+from tuner.cli import Parser
+from tuner.config import Config
+from tuner.problem import AttentionProblem
+from tuner.selection.reader import find_gpu
+
+SWEEP_S = 1500.0
+
+
+def cases(args: Namespace) -> list[Judged]:
+    """The seed's problems."""
+    return tuner_problems.drawn(args.seed, args.problems)
+
+
+def seeded(args: Namespace) -> list[Judged]:
+    """The seed's problems, each swept with every seed of ``--seeds``."""
+    return [replace(case, seed=seed) for case in cases(args) for seed in range(args.seeds)]
+
+
+def compile_untuned(args: Namespace) -> None:
+    """Compile what the selection ranks first at the problems and their neighbours."""
+    gpu = find_gpu(args.gpu)
+    specs = [spec for case in cases(args) for spec in tuner_truth.wanted(case, gpu)]
+    compile_specs(specs, serves=True)
+
+
+def untuned(case: Judged, _: Namespace) -> Row:
+    """The untuned call beside all built kernels."""
+    return tuner_truth.untuned(case)
+
+
+def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
+    """Measures the winner of a sweep beside all kernels that are built then."""
+
+    def measure(case: Judged, args: Namespace) -> Row:
+        assert case.seed is not None
+        args.sweep = f"--effort {effort} {args.sweep}"
+        sweep = SeededSweep(case.problem, case.seed)
+        with search_sweeps.gpu_values(args.device, "memory.used") as used_mib:
+            row = search_sweeps.swept(sweep, args, keeps_kernels=True, replays=True)
+        winner = Config.from_json(row["winner"])
+        is_own = row["own_over_vendor"] is None or row["own_over_vendor"] >= 1
+        judged = tuner_truth.judged(case, winner, _earlier(case, args))
+        operands = sum(operand.bytes for operand in case.problem.operands) / 2**20
+        return {
+            **{"elapsed_s": row["elapsed_s"], "cpu_s": row["cpu_s"], "cores": row["cores"]},
+            **{"evaluations": row["kernels"], "compiled": row["compiled"]},
+            **{"replayed": row["replayed"], "swept_us": row["us"]["tuner"]},
+            **judged,
+            "extra_mib": max(used_mib) - used_mib[0] - operands if used_mib else None,
+            "judged": tuner_truth.own_name(winner) if is_own else "pytorch",
+            **({} if is_own else {"choice": None}),
+        }
+
+    return measure
+
+
+def _earlier(case: Judged, args: Namespace) -> list[Config]:
+    """Winners of the problem's sweeps with other seeds, from the file of rows."""
+    if args.json is None or not Path(args.json).exists():
+        return []
+    problem = case.problem.to_json()
+    same = [row for row in harness.read(args.json)[1] if row.get("problem") == problem]
+    return [Config.from_json(row["choice"]) for row in same if row.get("choice") is not None]
+
+
+def listing(judged: Sequence[Judged], _: Namespace) -> list[str]:
+    """Each problem behind its kind."""
+    return [f"{case.group}: {case.label}" for case in judged]
+
+
+def options(parser: Parser) -> None:
+    """Options of the list and of the sweeps."""
+    harness.add_answers(parser)
+    add = parser.add_argument
+    add("--problems", type=int, default=COUNT, metavar="N", help=f"problems to draw ({COUNT})")
+    add("--seeds", type=int, default=1, metavar="N", help="quick, full: sweeps a problem (1)")
+    add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
+    add("--device", default="0", metavar="N,...", help="CUDA devices of the sweeps (default 0)")
+    add("--gpu", default="H200", help="--compile-only: GPU whose selections are built")
+
+
+_SMOKE = Judged(
+    tuner_problems.DECODING, AttentionProblem.parse("B=2,H=4,HKV=2,SQ=1,SKV=40,D=64,dtype=bf16")
+)
+UNTUNED = Preset(
+    "what a call gets without tuning, beside every built kernel",
+    *(cases, untuned, tuner_figures.line, tuner_figures.table),
+    limit_s=60.0,
+    smoke=_SMOKE,
+    listing=listing,
+    compile=compile_untuned,
+)
+
+
+def _swept(effort: str, text: str) -> Preset:
+    smoke: Any = replace(_SMOKE, seed=0)
+    return replace(
+        UNTUNED,
+        text=text,
+        cases=seeded,
+        measure=sweeping(effort),
+        limit_s=SWEEP_S,
+        smoke=smoke,
+        compile=None,
+    )
+
+
+BENCH = Bench(
+    "tuner",
+    __doc__,
+    {
+        "untuned": UNTUNED,
+        "quick": _swept("quick", "winners of sweeps with the default effort"),
+        "full": _swept("full", "winners of sweeps with --effort full"),
+    },
+    options,
+)

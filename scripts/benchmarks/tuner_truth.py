@@ -1,0 +1,226 @@
+"""A problem's choice beside every built kernel of every family, in one interleaved pass.
+
+A first pass times all kernels that are built here and take the problem, with the run-time variants
+of least estimate. The final pass has the fastest `FINALISTS` of them, the choice, PyTorch and
+peers. Neighbours of the problem are timed by the choice's kernel and by the finalists. Nothing is
+compiled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from benchmarks import rows
+from benchmarks.harness import Row
+from benchmarks.own_plans import built_artifacts, own_plan
+from benchmarks.tuner_problems import Judged, neighbours
+from tuner import settings
+from tuner.base import document
+from tuner.config import Config
+from tuner.families import families, families_of
+from tuner.families.base import Family, KernelSpec
+from tuner.families.rule import RuleSelection
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, Problem
+from tuner.search import pool
+from tuner.selection.choice import Selection
+from tuner.selection.portfolio import serving, shipped
+from tuner.selection.rules import rule_of
+from tuner.store.entry import is_vendor
+
+VARIANTS, FINALISTS = 2, 5
+MAX_KERNELS, MAX_ESTIMATE = 24, 2.5
+"""Kernels of a problem that are timed, and their longest estimate over the shortest."""
+FIRST_US, FINAL_US = 5e4, 4e5
+"""Microseconds of all rounds of a pass, if these are more than the fewest."""
+RANKED = 3
+"""Own kernels of a selection that are compiled for a run."""
+Operands = Callable[[int], Sequence[Any]]
+"""Operands of the copies of a call, in the problem's order."""
+
+
+def own_name(config: Config) -> str:
+    """Name of an own kernel's contender."""
+    return f"{rows.TUNER} {config.digest[:6]}"
+
+
+def selection_of(problem: Problem, gpu: Gpu) -> Selection | RuleSelection | None:
+    """The shipped data's selection for a problem, whatever is decided or built here."""
+    if rule := rule_of(problem):
+        return rule.select(problem, gpu) if rule.serves(problem, gpu) else None
+    mine = next((one for one in serving(shipped(), gpu) if one.op == problem.op), None)
+    return None if mine is None else mine.select(problem)
+
+
+def kernels_of(problem: Problem, config: Config) -> Mapping[str, KernelSpec]:
+    """Specs of a config's kernels."""
+    return families()[config.family].kernels(problem, config)
+
+
+def launched(problem: Problem, gpu: Gpu) -> Config | None:
+    """Config of the kernel that an untuned call launches here; None: PyTorch's."""
+    from tuner.selection.kernels import lists
+
+    selection = selection_of(problem, gpu)
+    for _, config in selection.own() if selection is not None else ():
+        if not isinstance(lists.proven(kernels_of(problem, config), gpu.compute_capability), str):
+            return config
+    return None
+
+
+def wanted(case: Judged, gpu: Gpu) -> list[KernelSpec]:
+    """Kernels that a run without sweeps needs: those that the selection ranks first, here and at
+    the neighbours.
+    """
+    specs: dict[KernelSpec, None] = {}
+    for place in (case, *neighbours(case)):
+        selection = selection_of(place.problem, gpu)
+        if selection is not None:
+            ranked = selection.own() if isinstance(selection, RuleSelection) else selection.ranked()
+            count = RANKED if place is case else 1
+            for _, (_, config) in zip(range(count), ranked, strict=False):
+                specs |= dict.fromkeys(kernels_of(place.problem, config).values())
+    return list(specs)
+
+
+@cache
+def _built_keys() -> frozenset[str]:
+    """Keys of the specs whose kernels lie in the cache, also those of other versions."""
+    keys = set[str]()
+    for path in settings.artifacts_dir().glob("*/meta.json"):
+        facts = document.parse(path.read_bytes())["facts"]
+        if "variables" in facts:
+            keys.add(KernelSpec(facts["template"], facts["variables"]).key)
+    return frozenset(keys)
+
+
+def built(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Configs of the built kernels that take a problem, with their first variants by estimate.
+    Kernels whose estimate is far above the shortest are left out.
+    """
+    groups: dict[tuple[str, str], dict[Config, float]] = defaultdict(dict)
+    for family in families_of(problem.op).values():
+        if family.is_vendor or family.is_fallback or family.supports(problem, gpu):
+            continue
+        for config in [*_portfolios(problem, family, gpu), *family.space(problem, gpu)]:
+            group = groups[family.name, family.compile_digest(config)]
+            group[config] = family.predict_us(problem, config, gpu)
+    estimates = []
+    for group in groups.values():
+        if all(
+            spec.key in _built_keys() for spec in kernels_of(problem, next(iter(group))).values()
+        ):
+            variants = sorted((us, config.digest, config) for config, us in group.items())
+            estimates.append(variants[:VARIANTS])
+    estimates.sort(key=lambda variants: variants[0][0])
+    least = estimates[0][0][0] if estimates else 0.0
+    near = [variants for variants in estimates if variants[0][0] <= MAX_ESTIMATE * least]
+    return [config for variants in near[:MAX_KERNELS] for *_, config in variants]
+
+
+def _portfolios(problem: Problem, family: Family, gpu: Gpu) -> Iterable[Config]:
+    """A portfolio's or a rule's configs, which may lie outside of the family's space."""
+    selection = selection_of(problem, gpu)
+    if isinstance(selection, RuleSelection):
+        return [config for _, config in selection.own() if config.family == family.name]
+    (mine,) = (one for one in serving(shipped(), gpu) if one.op == problem.op)
+    groups = pool.of_portfolio(problem, gpu, mine, is_whole=True)
+    return [config for group in groups for config in group if config.family == family.name]
+
+
+def own_calls(
+    problem: Problem, configs: Iterable[Config], operands: Operands
+) -> dict[str, Callable[[int], Any]]:
+    """Calls of built kernels by the names of their contenders."""
+    scale = problem.head_dim**-0.5 if isinstance(problem, AttentionProblem) else 1.0
+    calls: dict[str, Callable[[int], Any]] = {}
+    for config in configs:
+        if (plan := _plan(problem, config, scale)) is not None:
+            name = own_name(config)
+            calls[name] = lambda i, plan=plan: plan.run_uncounted(*operands(i))  # type: ignore[misc]
+    return calls
+
+
+def _plan(problem: Problem, config: Config, scale: float = 1.0) -> Any:
+    """The plan of a config; None where a kernel is not built, or it has no plan."""
+    artifacts = built_artifacts(kernels_of(problem, config))
+    if isinstance(artifacts, str):
+        return None
+    plan = own_plan(problem, config, artifacts, scale)
+    return None if isinstance(plan, str) else plan
+
+
+def timed(case: Judged, configs: Sequence[Config], budget_us: float) -> Row:
+    """One pass over PyTorch, peers, the tuner's call and some built kernels."""
+    from benchmarks.cliffs_calls import measured
+
+    return measured(
+        case.call, further=lambda operands: own_calls(case.problem, configs, operands),
+        budget_us=budget_us,
+    )  # fmt: skip
+
+
+def judged(case: Judged, choice: Config | None, winners: Sequence[Config] = ()) -> Row:
+    """The choice beside the finalists of all built kernels, here and at the neighbours.
+
+    Args:
+        case: the problem.
+        choice: config of the choice; None: PyTorch's kernel, or where the call itself is judged.
+        winners: further configs of the final pass.
+    """
+    from tuner.runtime.call import devices
+
+    gpu = devices.gpu_of(0)
+    every = list(dict.fromkeys([*built(case.problem, gpu), *winners]))
+    first = timed(case, every, FIRST_US)
+    by_name = {own_name(config): config for config in every}
+    own = sorted((name for name in first["us"] if name in by_name), key=first["us"].__getitem__)
+    fastest = [by_name[name] for name in own[:FINALISTS]]
+    always = [config for config in (choice, *winners) if config is not None]
+    finalists = list(dict.fromkeys([*always, *fastest]))
+    row = timed(case, finalists, FINAL_US)
+    near = {}
+    for place in neighbours(case):
+        us = timed(place, finalists, FIRST_US)["us"]
+        near[place.problem.label()] = {name: us[name] for name in us if is_truth(name)}
+    return {
+        **row,
+        **{"kernels": len(own), "near": near, "first_us": {n: first["us"][n] for n in own}},
+        "choice": None if choice is None else choice.to_json(),
+        "artifacts": {} if choice is None else _sha256(case.problem, choice),
+        "extra_mib": 0.0 if choice is None else _workspace_mib(case.problem, choice),
+    }
+
+
+def is_truth(name: str) -> bool:
+    """True for contenders that the tuner may answer with: own kernels and PyTorch's."""
+    return name == rows.PYTORCH or (name.split()[0] == rows.TUNER and name != "tuner enabled")
+
+
+def _sha256(problem: Problem, config: Config) -> dict[str, str]:
+    """Hashes of a config's compiled kernels."""
+    artifacts = built_artifacts(kernels_of(problem, config))
+    if isinstance(artifacts, str):
+        return {}
+    folder = settings.artifacts_dir()
+    metas = {name: folder / key / "meta.json" for name, key in artifacts.items()}
+    return {name: str(json.loads(path.read_bytes())["sha256"]) for name, path in metas.items()}
+
+
+def _workspace_mib(problem: Problem, config: Config) -> float:
+    """Memory of a call beside its operands and output."""
+    plan = _plan(problem, config)
+    return 0.0 if plan is None else round(plan.workspace_bytes / 2**20, 3)
+
+
+def untuned(case: Judged) -> Row:
+    """The call as served without tuning, beside all built kernels."""
+    from tuner.runtime.call import devices
+
+    gpu = devices.gpu_of(0)
+    config = launched(case.problem, gpu)
+    return judged(case, config if config is None or not is_vendor(config) else None)

@@ -1,0 +1,144 @@
+"""`scripts/bench tuner`: its list of problems, the kernels beside a choice, and the figures."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored import H200, WARM, measured
+
+from benchmarks import search_sweeps, tuner_figures, tuner_problems, tuner_truth
+from benchmarks.tuner_problems import BLOCK_SCALED, DECODING, EXPERTS, PROMPTS, TURNS, Judged
+from tuner.config import Config
+from tuner.families import family
+from tuner.problem import AttentionProblem, GemmProblem
+from tuner.store import open_store
+
+PROBLEM = AttentionProblem.parse("S=512,D=64,H=8,dtype=bf16")
+OWN, OTHER = (Config("fused_attention", {"tile_n": tile}) for tile in (64, 128))
+
+
+def row(us: dict[str, float], **facts: Any) -> dict[str, Any]:
+    """A row whose choice is `OWN`, named ``tuner`` as served."""
+    base = {"case": "one", "group": PROMPTS, "problem": PROBLEM.to_json(), "near": {}}
+    return {**base, "us": us, "choice": OWN.to_json(), "artifacts": {}, "kernels": 2, **facts}
+
+
+def named(**us: float) -> dict[str, float]:
+    names = {"own": tuner_truth.own_name(OWN), "other": tuner_truth.own_name(OTHER)}
+    return {names.get(name, name): time for name, time in us.items()}
+
+
+def test_a_list_has_all_kinds_in_their_shares_and_a_shorter_one_is_its_beginning() -> None:
+    problems = tuner_problems.drawn("a")
+    assert len({case.label for case in problems}) == len(problems) == tuner_problems.COUNT
+    counts = Counter(case.group for case in problems)
+    assert {kind: 8 * count // 40 for kind, count in counts.items()} == Counter(TURNS)
+    assert tuner_problems.drawn("a", 11) == problems[:11]
+    assert tuner_problems.drawn("b", 11) != problems[:11]
+    assert all(case.problem.flops <= tuner_problems.MAX_FLOPS for case in problems)
+
+
+def test_neighbours_differ_in_keys_or_rows() -> None:
+    for case in tuner_problems.drawn("a"):
+        near = [one.problem.to_json() for one in tuner_problems.neighbours(case)]
+        mine = case.problem.to_json()
+        assert near
+        for one in near:
+            changed = {name for name in mine if one[name] != mine[name]}
+            assert changed in ({"m"}, {"seqlen_kv"}, {"seqlen_q", "seqlen_kv"})
+    one_row = Judged(BLOCK_SCALED, GemmProblem(1, 64, 64))
+    assert [one.problem.m for one in tuner_problems.neighbours(one_row)] == [2]  # type: ignore[attr-defined]
+
+
+def test_regret_counts_what_the_tuner_may_answer_with() -> None:
+    us = named(pytorch=10.0, tuner=8.4, own=8.5, other=8.0, flash3=7.0, control=1.0)
+    us["tuner enabled"] = 2.0
+    assert tuner_figures.regret(row(us)) == pytest.approx(8.4 / 8.0 - 1)
+    over = tuner_figures.over_everything(row({n: t for n, t in us.items() if "enabled" not in n}))
+    assert over == pytest.approx(8.4 / 7.0 - 1)
+    assert tuner_figures.regret(row(us, judged="pytorch")) == pytest.approx(0.25)
+    assert tuner_figures.regret(row({"pytorch": 1.0})) is None
+
+
+def test_transfer_is_the_chosen_kernel_at_neighbours() -> None:
+    near = {"a": named(pytorch=9.0, own=8.8, other=8.0), "b": named(pytorch=9.0, tuner=9.0)}
+    assert tuner_figures.transfers(row({}, near=near)) == [pytest.approx(0.1)]
+    assert tuner_figures.transfers(row({}, near=near, choice=None)) == [
+        pytest.approx(1 / 8),
+        pytest.approx(0.0),
+    ]
+
+
+def test_a_flip_is_slower_in_the_later_pass_by_more_than_a_tie() -> None:
+    first = row(named(own=8.0, other=8.0))
+    tied = row(named(own=8.0, other=8.07), choice=OTHER.to_json())
+    slower = row(named(own=8.0, other=8.1), choice=OTHER.to_json())
+    assert tuner_figures.flips([first, tied]) == (0, 1)
+    assert tuner_figures.flips([first, slower, tied]) == (1, 2)
+    assert tuner_figures.flips([slower, first]) == (0, 1), "the second one is faster"
+    elsewhere = row({}, problem=GemmProblem(8, 8, 8).to_json())
+    assert tuner_figures.flips([first, elsewhere]) == (0, 0)
+
+
+def test_a_replay_is_the_same_kernel_by_the_same_machine_code() -> None:
+    first = row(named(own=8.0), artifacts={"attention": "a"})
+    changed = row(named(own=8.0), artifacts={"attention": "b"})
+    assert tuner_figures.replays([first, first]) == (1, 1)
+    assert tuner_figures.replays([first, changed]) == (0, 1)
+    assert tuner_figures.replays([{**first, "replayed": True}]) == (1, 1)
+
+
+def test_the_table_has_a_line_a_kind_and_the_worst_problem() -> None:
+    slow = row(named(pytorch=9.0, tuner=12.0), group=DECODING, case="slow", extra_mib=3.0)
+    fast = row(named(pytorch=9.0, tuner=8.0), elapsed_s=40.0, cpu_s=500.0, evaluations=30)
+    lines = tuner_figures.table([fast, slow, {"case": "gone", "group": EXPERTS, "lost": "hung"}])
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:5]] == [PROMPTS, DECODING, "all"]
+    assert "- 33.3% slow: fastest pytorch" in lines and lines[-1] == "- lost: gone: hung"
+    assert "40 | 500 | 30" in lines[4]
+
+
+def test_kernels_of_the_cache_are_found_with_their_variants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    tuner_truth._built_keys.cache_clear()
+    assert tuner_truth.built(PROBLEM, H200) == []
+    selection = tuner_truth.selection_of(PROBLEM, H200)
+    assert selection is not None
+    _, config = next(selection.own())
+    (spec,) = family(config.family).kernels(PROBLEM, config).values()
+    folder = tmp_path / "artifacts" / ("0" * 32)
+    folder.mkdir(parents=True)
+    facts = {"template": spec.template, "variables": dict(spec.variables)}
+    (folder / "meta.json").write_text(json.dumps({"facts": facts}))
+    tuner_truth._built_keys.cache_clear()
+    configs = tuner_truth.built(PROBLEM, H200)
+    digests = {family(one.family).compile_digest(one) for one in configs}
+    assert digests == {family(config.family).compile_digest(config)}
+    assert 0 < len(configs) <= tuner_truth.VARIANTS
+    tuner_truth._built_keys.cache_clear()
+
+
+def test_a_run_wants_the_kernels_that_the_selection_ranks_first() -> None:
+    case = Judged(PROMPTS, PROBLEM)
+    selection = tuner_truth.selection_of(PROBLEM, H200)
+    assert selection is not None
+    _, first = next(selection.own())
+    wanted = tuner_truth.wanted(case, H200)
+    assert set(family(first.family).kernels(PROBLEM, first).values()) <= set(wanted)
+
+
+def test_a_decision_replays_where_another_store_answers_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = family("fused_attention").space(PROBLEM, H200)[0]
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        store.decide(PROBLEM, H200, WARM, [measured(config, 8.0, problem=PROBLEM)], "s1")
+    assert search_sweeps.replayed(tmp_path)
+    monkeypatch.setattr(search_sweeps, "lookup", lambda *_, **__: None)
+    (tmp_path / "other.sqlite").unlink()
+    assert not search_sweeps.replayed(tmp_path)
