@@ -136,10 +136,16 @@ MUTANTS = {
     "rows of the first tile": ("ends_x ? p.last_x : p.x", "p.last_x"),
     "nobody begins": ("if (lane.group == 1) scheduler_barrier_arrive(1);", ""),
     "words of another thread": ("i) / 4 * kConsumers * 16", "i) / 4 * kConsumers"),
+    "the parts before are left out": ("add_held(ring, lane, false, sums);", ""),
+    "sums are held in boxes that are copied": (
+        "if (threadIdx.x % kWarp == 0) copies_read();\n    __syncwarp();\n  }\n  add_held",
+        "}\n  add_held",
+    ),
 }
 
 
 _BY_TMA = config((64, 64), 2, store_buffers=1, unroll=2, tma_factors=True)
+_SERIAL = Config(FAMILY.name, {**_BY_TMA.params, "serial_parts": 2})
 
 
 def emulated(
@@ -217,6 +223,8 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
         "rows of the first tile": config((64, 32), 2, unroll=2, tma_factors=True, clips_rows=True),
         "nobody begins": config((128, 32), 2, unroll=2, turns=True),
         "words of another thread": config((128, 64), 2, split_k=2, vector_merge=True),
+        "the parts before are left out": _SERIAL,
+        "sums are held in boxes that are copied": _SERIAL,
         "a box begins at any row": grouped(_BY_TMA),
         "factors of the rows before": grouped(_BY_TMA),
         "a box of a group's end": grouped(config((64, 64), 2, store_buffers=1)),

@@ -34,6 +34,8 @@ constexpr int kFullArrivals = 1 + kWarp;
         "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), 
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 // ... as in the templates
+  __device__ __forceinline__ uint32_t boxes(int warp) const { return base + kFirstBox + warp * kStoreBuffers * kBoxBytes; }
+// ... as in the templates
       else copy_box(p.x, x, block * kBlock, tile.x, full);
       if constexpr (kClusterX > 1) copy_box_to(p.y, y, block * kBlock, tile.y + share_y, full, kAll);
       else copy_box(p.y, y, block * kBlock, tile.y, full);
@@ -62,6 +64,8 @@ __global__ void __launch_bounds__(kThreads, 1) block_scaled_0123456789abcdef(con
 struct Tensors { void *a, *b, *d, *scale_a, *scale_b; };
 struct Integers { int64_t m, n, k, lda, ldb, ldd, scale_a_row, scale_a_block, scale_b_column, scale_b_block, max_swizzle_size, raster_order, pdl, groups, scale_b_group; };
 struct Scalars { double alpha; };
+// ... as in the templates
+  if (n % 8 != 0 || k % 16 != 0 || (k + kBlock - 1) / kBlock < kSplits) return false;
 // ... as in the templates
   auto entry = &block_scaled_0123456789abcdef;
 // ... as in the templates

@@ -25,11 +25,13 @@ def config(
     clips_rows: bool = False,
     vector_merge: bool = False,
     blocks_per_sm: int = 0,
+    serial_parts: int = 0,
 ) -> Config:
     given = {"unroll": unroll, "tma_factors": tma_factors}
     given |= {"uniform_branch": uniform_branch, "ahead": ahead, "turns": turns}
     given |= {"vector_merge": vector_merge, "blocks_per_sm": blocks_per_sm}
     given |= {"fetch_factors": fetch_factors, "clips_rows": clips_rows}
+    given |= {"serial_parts": serial_parts}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -108,6 +110,13 @@ CASES: dict[str, Config] = {
     ),
     "words merged in four": config(
         (128, 160), 5, split_k=4, unroll=4, tma_factors=True, turns=True, vector_merge=True
+    ),
+    "parts in turn": config(
+        (128, 64), 4, store_buffers=1, unroll=4, tma_factors=True, turns=True, serial_parts=2
+    ),
+    "parts in turn, tall": config((256, 64), 2, unroll=2, tma_factors=True, serial_parts=4),
+    "parts in turn, swapped": config(
+        (64, 24), 8, swap_ab=True, unroll=2, tma_factors=True, clips_rows=True, serial_parts=2
     ),
     "two blocks": config(
         (64, 48),

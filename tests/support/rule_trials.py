@@ -29,7 +29,7 @@ def check_products(target: Target, found: list[Trial], schedules: int) -> None:
     assert {1, rows - 1, rows, rows + 1, 2 * rows + 1} <= {one.m for one in problems}
     depths = {one.k for one in problems}
     assert max(depths) > 16384 and any(k % 128 for k in depths)
-    if target.config.get("split_k", 1) == 1:
+    if target.config.get("serial_parts", target.config.get("split_k", 1)) == 1:
         assert {16, 128, 144} <= depths
     names = sorted(target.family.runtime_parameters)
     assert len({tuple(trial.config[name] for name in names) for trial in found}) == schedules

@@ -64,6 +64,11 @@ def _ahead(tile: tuple[int, int], *, swap_ab: bool = False) -> Config:
     return config(tile, 2, swap_ab=swap_ab, unroll=4, tma_factors=True, ahead=True)
 
 
+def _serial(tile: tuple[int, int], parts: int, split_k: int = 1) -> Config:
+    loop = {"unroll": 4, "tma_factors": True, "serial_parts": parts}
+    return config(tile, 4, split_k=split_k, **loop)
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -89,6 +94,11 @@ def _ahead(tile: tuple[int, int], *, swap_ab: bool = False) -> Config:
         (config((128, 64), 4, unroll=8, turns=True), "turns are for unroll up to 4"),
         (config((128, 64), 4, vector_merge=True), "vector_merge goes with split_k"),
         (config((128, 64), 4, fetch_factors=True), "fetch_factors goes with tma_factors"),
+        (config((128, 64), 4, serial_parts=2), "serial_parts goes with tma_factors, without"),
+        (_serial((128, 64), 2, split_k=2), "serial_parts goes with tma_factors, without split_k"),
+        (_serial((128, 80), 2), "serial_parts is for multiples of 32 columns, only"),
+        (_serial((128, 64), 8), "serial_parts=8 has more parts than K=512 has blocks"),
+        (_serial((256, 128), 2), "bytes of shared memory at 4 stages exceed"),
         (config((128, 64), 4, clips_rows=True), "clips_rows goes with tma_factors"),
         (
             config((128, 64), 4, cluster=(1, 2), unroll=4, tma_factors=True, clips_rows=True),

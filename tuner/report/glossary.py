@@ -86,6 +86,7 @@ MEANINGS: Mapping[str, str] = {
     "unroll": "Blocks of K in a row whose loads are looked at beside the additions.",
     "v_registers": "Percent of V's columns kept in registers as an operand of the backward pass.",
     "vector_merge": "Blocks that divide K add their sums in words of 16 bytes.",
+    "serial_parts": "Parts of K that one block adds, in the order of a cluster's blocks.",
     "vector_width": "Elements of one load.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",

@@ -497,6 +497,16 @@ inline float load_shared(uint32_t from) {
   return x;
 }
 inline float2 load_shared_pair(uint32_t from) { return make_float2(load_shared(from), load_shared(from + 4)); }
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint4 load_shared_words(uint32_t from) {
+  uint4 x;
+  std::memcpy(&x, emulator::bytes_at(emulator::place_of(from), 16), 16);
+  return x;
+}
 inline void store_shared(uint32_t to, float x) { std::memcpy(emulator::bytes_at(emulator::place_of(to), 4), &x, 4); }
 inline float load_cluster_float(uint32_t from) { return load_shared(from); }
 inline uint64_t k_major_operand(uint32_t address) {

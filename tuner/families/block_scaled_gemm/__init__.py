@@ -2,9 +2,11 @@
 
 Its template has a main loop of its own: TMA-fed, the tensor cores' sums added to fp32 sums with
 their factors after every 128 of K. So it also serves promoted sums (`fast_accum=0`), whose factors
-are of rows and columns or of whole matrices. A swapped config computes D^T = B^T A^T, so that few
-rows of A are the narrow side of a tile. `split_k` blocks of a cluster divide K between them and add
-their sums in a fixed order.
+are of rows and columns or of whole matrices.
+
+A swapped config computes D^T = B^T A^T, so that few rows of A are the narrow side of a tile.
+`split_k` blocks of a cluster divide K between them and add their sums in a fixed order, as one
+block does with `serial_parts`.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Blocks of K in a row that the space's unrolled loops have: 8 took 0.996 of the time of 4.
 UNROLL = 4
 MAX_BOXES = 4
+#: Columns of a tile whose unrolled loop has a copy for the first blocks: multiples of these.
+WHOLE_COLUMNS = 32
 #: What the space's loops with factors by TMA have where tiles are not shared.
 LOADS: Mapping[str, bool] = {"fetch_factors": True, "clips_rows": True}
 #: Columns of a tile with two blocks' products under way: their accumulators and the sums are 192
@@ -122,11 +126,13 @@ class BlockScaledGemm(StridedProduct):
         "clips_rows": (True,),
         "vector_merge": (True,),
         "blocks_per_sm": (2,),
+        "serial_parts": (2, 4, 8),
     }
     optional = frozenset(
         {
             *("unroll", "tma_factors", "uniform_branch", "ahead"),
             *("turns", "fetch_factors", "clips_rows", "vector_merge", "blocks_per_sm"),
+            "serial_parts",
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
@@ -150,6 +156,7 @@ class BlockScaledGemm(StridedProduct):
             *cluster_violations(config),
             *loop_violations(config, gemm.scales),
             *split_violations(gemm, config, SCALE_BLOCK),
+            *_serial_violations(gemm, config),
             *_store_violations(config),
         ]
 
@@ -216,7 +223,7 @@ def reduction_of(config: Config, scales: str = "block") -> ReductionClass:
         config: kernel of a product or of a grouped one.
         scales: factors that the kernel multiplies by.
     """
-    splits = int(config.get("split_k", 1))
+    splits = int(config.get("serial_parts", config.get("split_k", 1)))
     return ReductionClass(
         depth=WGMMA_K_BYTES,
         promoted=SCALE_BLOCK,
@@ -484,6 +491,22 @@ def split_violations(problem: GemmProblem, config: Config, depth: int) -> list[s
         reasons.append(f"split_k={splits} has more parts than K={problem.k} has blocks")
     if 4 * tile_m * tile_n > config["stages"] * (tile_m + tile_n) * SCALE_BLOCK:
         reasons.append(f"{config['stages']} stages have no room for {tile_m}x{tile_n} fp32 sums")
+    return reasons
+
+
+def _serial_violations(problem: GemmProblem, config: Config) -> list[str]:
+    """Why a block cannot add the parts of K that a cluster's blocks would have."""
+    parts = config.get("serial_parts")
+    if parts is None:
+        return []
+    reasons = []
+    is_other = config["split_k"] > 1 or "ahead" in config.params
+    if is_other or "tma_factors" not in config.params or problem.scales != "block":
+        reasons.append("serial_parts goes with tma_factors, without split_k and ahead")
+    if not config["swap_ab"] and config["tile_n"] % WHOLE_COLUMNS:
+        reasons.append(f"serial_parts is for multiples of {WHOLE_COLUMNS} columns, only")
+    if parts > ceil(problem.k / SCALE_BLOCK):
+        reasons.append(f"serial_parts={parts} has more parts than K={problem.k} has blocks")
     return reasons
 
 

@@ -38,10 +38,15 @@ def stage_bytes(config: Config) -> int:
 
 
 def smem_bytes(config: Config) -> int:
-    """Shared memory of a block: its stages, and its warps' boxes of results."""
-    warps = INSTRUCTION_WARPS * min(2, int(config["tile_m"]) // INSTRUCTION_ROWS)
+    """Shared memory of a block: its stages, and its warps' boxes of results.
+
+    With `serial_parts` the boxes share their place with the fp32 sums of the parts of K so far.
+    """
+    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
+    warps = INSTRUCTION_WARPS * min(2, tile_m // INSTRUCTION_ROWS)
     boxes = int(config.get("store_buffers", 0)) * warps * BOX_BYTES
-    return int(config["stages"]) * stage_bytes(config) + boxes
+    held = 4 * tile_m * tile_n if "serial_parts" in config.params else 0
+    return int(config["stages"]) * stage_bytes(config) + max(boxes, held)
 
 
 def deepened(config: Config) -> Config:
