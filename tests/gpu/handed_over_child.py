@@ -8,6 +8,7 @@ relative error against float64, or the fault in its place. The way of the calls 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import random
@@ -244,6 +245,7 @@ GROUPS: dict[str, Callable[[int], Cases]] = {
 
 
 def main(group: str, way: str, count: int) -> None:
+    faulthandler.enable()  # names the call that a signal ends
     dispatch, table = part("call.dispatch"), part("call.table").table
     if way == "python":  # nothing is overridden without the dispatcher
         del ATTENDS["enabled"], COMPILED["compiled"]

@@ -286,6 +286,8 @@ def test_which_calls_need_another_kernel(monkeypatch: pytest.MonkeyPatch, head_d
     assert not needs(unwanted, unwanted, unwanted) and needs(query, unwanted, unwanted)
     with torch.no_grad():
         assert not needs(query, query, query)
+    empty = fake(704, head_dim, shape=(2, 0, 704, head_dim))
+    assert not needs(empty, empty, empty), "PyTorch's choice divides by the heads"
     assert not needs(query, query, query, causal_upper_left(704, 704))
     choices[0] = autograd._FLASH
     assert not needs(query, query, query)

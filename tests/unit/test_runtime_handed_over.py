@@ -480,6 +480,18 @@ def test_malformed_calls_raise_behind_the_dispatcher(
 # --- sizes of 0 -----------------------------------------------------------------------------
 
 
+def test_empty_attention_of_another_device_is_not_its_choice_either(
+    tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's kernel of PyTorch 2.11 may end the process."""
+    monkeypatch.setattr(tuned.devices, "TYPE", "cuda")
+    monkeypatch.setattr(native, "scaled_dot_product_attention", forbidden)
+    for shape in ((0, 2, 4, 8), (2, 0, 4, 8), (2, 2, 0, 8)):
+        query = torch.randn(shape)
+        for tensors in ((query,) * 3, (query.half().requires_grad_(),) * 3):
+            assert tuner.attention(*tensors, enable_gqa=True).shape == shape
+
+
 @pytest.mark.parametrize("is_enabled", [False, True])
 def test_empty_attention_is_never_pytorch_s_choice(
     server: Server, monkeypatch: pytest.MonkeyPatch, is_enabled: bool

@@ -62,6 +62,8 @@ def is_needed(
         head_dim = query.shape[3]
         is_fused = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and handed_over.has_cudnn()
         return is_fused and all(t.stride(3) == 1 for t in tensors)
+    if 0 in (*query.shape, *key.shape):
+        return False  # the choice divides by the number of heads
     choice = torch._fused_sdp_choice(
         *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
     )

@@ -38,6 +38,16 @@ def is_checked(*tensors: torch.Tensor) -> bool:
     return guards.unserved(tensors) is None
 
 
+def is_empty(*tensors: torch.Tensor) -> bool:
+    """True for plain tensors of any device of which one has no element, outside of a trace.
+
+    PyTorch 2.11 ends the process for some of them on a CPU, too.
+    """
+    if torch.compiler.is_compiling() or not guards.are_plain(*tensors):
+        return False
+    return not all(tensor.numel() for tensor in tensors)
+
+
 def is_ready(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """True for a call without a mask that is handed over as it is.
 

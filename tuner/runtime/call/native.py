@@ -75,7 +75,8 @@ def attend(
     options = dropout_p, is_causal, scale, enable_gqa
     if attn_mask is None and handed_over.is_ready(query, key, value):
         return _pytorchs(query, key, value, attn_mask, *options)
-    if not handed_over.is_checked(query, key, value):
+    tensors = query, key, value
+    if not (handed_over.is_checked(*tensors) or handed_over.is_empty(*tensors)):
         return _pytorchs(query, key, value, attn_mask, *options)
     if not handed_over.fits(query, key, value, attn_mask):
         return handed_over.by_math(query, key, value, attn_mask, *options)
