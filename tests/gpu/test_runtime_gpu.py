@@ -241,52 +241,6 @@ def test_a_vendor_that_won_is_called_and_right(kernel: str, shape: str, gpu: Gpu
     assert error(out, problem, tensors, 0.1) < TOLERANCE[problem.dtype]
 
 
-@pytest.mark.parametrize("kernel", VENDORS)
-def test_a_vendor_can_be_captured(kernel: str) -> None:
-    problem = AttentionProblem.parse("S=1024,D=64")
-    config = Config("vendor_sdpa", {"kernel": kernel})
-    call = family("vendor_sdpa").vendor_call(problem, config, 0.125)
-    if isinstance(call, str):
-        pytest.skip(call)
-    tensors = inputs(problem)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out = call(*tensors)
-    tensors[0].copy_(torch.randn(tensors[0].shape, device="cuda"))
-    out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert error(out, problem, tensors, 0.125) < TOLERANCE["float16"]
-
-
-@pytest.mark.parametrize("kernel", ["cublas", "cublaslt"])
-@pytest.mark.parametrize(
-    "shape", ["M=512,N=768,K=256", "M=512,N=768,K=256,layout_a=col,layout_b=row,B=3,dtype_d=fp32"]
-)
-def test_blas_is_right_in_a_graph(kernel: str, shape: str) -> None:
-    problem = GemmProblem.parse(shape)
-    call = family("vendor_blas").vendor_call(
-        problem, Config("vendor_blas", {"kernel": kernel}), 1.0
-    )
-    assert not isinstance(call, str), call
-    a, b = (
-        torch.empty_strided(o.shape, o.strides, dtype=torch.float16, device="cuda").copy_(
-            torch.randn(o.shape, device="cuda")
-        )
-        for o in problem.operands[:2]
-    )
-    before = torch.backends.cuda.preferred_blas_library()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out = call(a, b)
-    out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    wanted = a.double() @ b.double()
-    assert (out.double() - wanted).norm() / wanted.norm() < 1e-3
-    assert torch.backends.cuda.preferred_blas_library() == before
-
-
 @pytest.mark.parametrize("provenance", [Provenance.PREDICTED, Provenance.REPLAYED])
 def test_nothing_unmeasured_is_launched(
     provenance: Provenance, gpu: Gpu, caplog: pytest.LogCaptureFixture

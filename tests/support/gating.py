@@ -90,10 +90,11 @@ class Gated:
         gate.open(problem, 5)
         with Pool(self.device) as pool:
             own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-            call = subject.bind({**gate.pointers, WORKSPACE: own.pointer}, scale_of(problem))
+            buffers = {**gate.pointers, WORKSPACE: own.pointer}
+            call = subject.bind(buffers, scale_of(problem), deliver=True)
             call()
             graph = subject.capture([call])
-            for kind in kinds_of(problem):
+            for kind in kinds_of(problem, is_vendor=isinstance(subject, VendorSubject)):
                 gate.load(kind)
                 gate.arm([own])
                 graph.replay()
