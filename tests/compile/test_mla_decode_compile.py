@@ -57,6 +57,8 @@ _BODIES = {
         "auto at = emulator::place_of(barrier);"
         "return at.block->barriers.at(at.address).phase != parity;"
     ),
+    "store_words": "std::memcpy(emulator::bytes_at(emulator::place_of(to), 16), word, 16);",
+    "widen": "for (int i = 0; i < 4; ++i) x[i] = emulator::e4m3(four >> 8 * i);",
     "store_zeros": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, 0.0f);",
 }
 #: Heads, queries, slots of a page, shares of the tiles, tiles that a sequence's ends and a division
@@ -100,12 +102,15 @@ def emulated(
     """Output of an emulated kernel about its results; empty where all are right."""
     device = device_half(render(spec, "emulated"))
     for name, body in _BODIES.items():
+        if f" {name}(" not in device:
+            continue
         head = rf"((?:void|bool) {name}\([^\n]*(?:\n[^\n]*)?\))"
         pattern = re.compile(rf"{head} \{{\s*(?:uint32_t|asm).*?\}}\n(?=\n|//)", re.S)
         device, found = pattern.subn(rf"\1 {{ {body} }}\n", device)
         assert found == 1, name
     padded = (*case, *[-1] * (12 - len(case)))
-    device = f"#define EMULATES_BF16\nstatic int octets;  // of a box of whole rows\n{device}"
+    kind = ("", "e4m3", "e4m3_blocks").index(str(spec.variables.get("cache", "")))
+    device = f"#define EMULATES_BF16\n#define EMULATED_CACHE {kind}\nstatic int octets;  // of a box of whole rows\n{device}"
     return run_emulated(device, "mla_decode.h", [padded], nvcc, folder, mutant, orders)
 
 
