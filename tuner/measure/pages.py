@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from tuner.problem import DTYPE_BYTES, AttentionProblem, Operand
 
+PACKED = "packed"
+"""Name of a quantised cache's packed rows."""
 UNSET = -1
 """Table entry behind a sequence's last page."""
 
@@ -67,10 +69,17 @@ def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes
 
 
 def row_bytes(problem: AttentionProblem) -> Iterator[tuple[str, int]]:
-    """Bytes of the packed rows in which keys and values are drawn, by operand."""
+    """Bytes of the packed rows in which keys and values are drawn, by operand. A quantised cache
+    has those of its own form as well, and one with a factor also ones for the queries.
+    """
+    rows, width = problem.total_kv * problem.heads_kv, DTYPE_BYTES[problem.dtype]
     for operand in caches_of(problem):
-        width = DTYPE_BYTES[problem.dtype] * operand.shape[-1]
-        yield operand.name, width * problem.total_kv * problem.heads_kv
+        columns = problem.head_dim if operand.name == "key" else problem.value_width
+        yield operand.name, width * columns * rows
+        if problem.cache:
+            yield PACKED, DTYPE_BYTES[operand.dtype] * operand.shape[-1] * rows
+    if problem.cache == "e4m3":
+        yield "descale_q", 4 * problem.heads_q
 
 
 def caches_of(problem: AttentionProblem) -> tuple[Operand, ...]:
@@ -87,7 +96,7 @@ def parts(problem: AttentionProblem, kind: str) -> Iterator[PagedSequence]:
         dense = replace(
             problem, batch=1, seqlen_q=queries, seqlen_kv=max(1, keys), is_varlen=False,
             is_causal=False, window_left=-1, window_right=-1, page_size=0, has_sinks=False,
-            layout="bshd",
+            layout="bshd", cache="",
         )  # fmt: skip
         sides = (left - position, right + position) if keys else (0, -queries - 1)
         yield PagedSequence(dense, keys, *sides)

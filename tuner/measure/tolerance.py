@@ -328,16 +328,18 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     if problem.is_paged:  # whole pages, without the slots behind a sequence's end
         keys = sum(problem.pages) // problem.batch * problem.page_size
         visible = len(problem.keys_of(0, problem.seqlen_q - 1))
-    read = problem.head_dim + (0 if problem.is_latent else problem.value_width)
-    unread = (keys - visible) * read * problem.heads_kv * problem.batch
+    _, key, value, _ = problem.matrices
+    row = DTYPE_BYTES[key.dtype] * key.shape[-1]
+    row += 0 if problem.is_latent else DTYPE_BYTES[value.dtype] * value.shape[-1]
+    unread = (keys - visible) * row * problem.heads_kv * problem.batch
     flops = 2 * problem.batch * problem.heads_q * problem.widths * problem.pairs
-    for bits in problem.operands[3:-1]:
-        if bits.name == "block_bits":  # masks of full and empty blocks are not read
-            unread += bits.bytes // DTYPE_BYTES[problem.dtype]
-    for bias in problem.operands[3:-1]:
-        if bias.name == "bias":  # one element for each visible pair
-            unread += bias.elements - bias.shape[0] * bias.shape[1] * problem.pairs
-    return flops // problem.tensor_rate, problem.bytes - unread * DTYPE_BYTES[problem.dtype]
+    for other in problem.operands[3:-1]:
+        if other.name == "block_bits":  # masks of full and empty blocks are not read
+            unread += other.bytes
+        if other.name == "bias":  # one element for each visible pair
+            absent = other.elements - other.shape[0] * other.shape[1] * problem.pairs
+            unread += absent * DTYPE_BYTES[other.dtype]
+    return flops // problem.tensor_rate, problem.bytes - unread
 
 
 def too_fast(problem: Problem, gpu: Gpu, latency_us: float) -> str:

@@ -15,6 +15,7 @@ from tuner.problem.attention_masks import (
     LAYOUTS,
     PAGE_MULTIPLE,
     Axes,
+    Cache,
     MaskedAttention,
 )
 from tuner.problem.base import (
@@ -34,6 +35,10 @@ from tuner.problem.base import (
 MAX_HEAD_DIM = 256
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512
 """Columns of a row of DeepSeek's latent cache, and of its values."""
+LATENT_BLOCK = 128
+"""Columns that share a factor in a row of ``e4m3_blocks``."""
+LATENT_BLOCKS_BYTES = 656
+"""Bytes of a row of ``e4m3_blocks``: 512 of e4m3, four factors, and 64 columns of bf16."""
 MAX_LISTED_HEADS = 1024
 """Maximum heads whose divisors a message lists; finding those of 2^31 - 1 takes minutes."""
 
@@ -111,6 +116,10 @@ class AttentionProblem(MaskedAttention):
     With ``DV=N`` values and output have N columns. ``D=576,DV=512`` is multi-head latent attention
     with the up-projections absorbed. It has one KV head. The values are the first 512 columns of
     the keys, and no operand.
+
+    A latent cache of bf16 queries may be quantised. ``cache=e4m3`` has rows of 576 columns of e4m3,
+    and `descale_k` (1,), an fp32 factor of all of them. ``cache=e4m3_blocks`` has rows of 656
+    bytes: 512 columns of e4m3, an fp32 factor of each 128 of them, and 64 rotary columns of bf16.
     """
 
     op: ClassVar[str] = "attention"
@@ -123,6 +132,7 @@ class AttentionProblem(MaskedAttention):
         "SKV": "seqlen_kv",
         "D": "head_dim",
         "DV": "value_dim",
+        "cache": "cache",
         "causal": "is_causal",
         "window": "window_left+window_right",
         "left": "window_left",
@@ -146,6 +156,7 @@ class AttentionProblem(MaskedAttention):
         "SKV": Meaning("keys of a sequence", "tokens"),
         "D": Meaning(f"size of a head, a multiple of 8 to {MAX_HEAD_DIM}", "elements"),
         "DV": Meaning("size of a value and of an output", "elements", "as D"),
+        "cache": Meaning("form of a quantised latent cache: e4m3 or e4m3_blocks"),
         "causal": Meaning("1: query i sees keys 0 to i"),
         "window": Meaning("keys that a query sees on each side; -1: all", "tokens"),
         "left": Meaning("keys that a query sees before its own; -1: all", "tokens"),
@@ -177,6 +188,7 @@ class AttentionProblem(MaskedAttention):
         "has_sinks": False,
         "block_mask": "",
         "value_dim": 0,
+        "cache": "",
     }
 
     def __post_init__(self) -> None:
@@ -205,6 +217,12 @@ class AttentionProblem(MaskedAttention):
             )
         check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
         check_choice("layout", self.layout, LAYOUTS)
+        check_choice("cache", self.cache, get_args(Cache))
+        if self.cache and not (self.is_latent and self.is_paged and self.dtype == "bfloat16"):
+            raise ConfigError(
+                f"cache={self.cache} is for pages of D={LATENT_DIM},DV={LATENT_VALUE_DIM} and bf16 "
+                "queries"
+            )
         check_extent(
             "left" if self.window_left != self.window_right else "window", self.window_left, -1
         )
@@ -374,6 +392,7 @@ class AttentionProblem(MaskedAttention):
         is_implied = is_packed or self.layout == "bhsd"
         tail += "" if is_implied else f",layout={self.layout}"
         width = f"D={self.head_dim}" + (f",DV={self.value_dim}" if self.value_dim else "")
+        width += f",cache={self.cache}" if self.cache else ""
         return f"B={self.batch},{heads},{length},{width}{tail}"
 
     def _window_label(self) -> str:
@@ -426,6 +445,8 @@ class AttentionProblem(MaskedAttention):
             yield Operand("sinks", (self.heads_q,), (1,), "float32")
         if self.dtype == E4M3:
             yield from self._descales()
+        if self.cache == "e4m3":
+            yield Operand("descale_k", (1,), (1,), "float32")
 
     def _descales(self) -> Iterator[Operand]:
         of_batch = () if self.is_paged else (self.batch,)
@@ -494,6 +515,8 @@ class AttentionProblem(MaskedAttention):
         def tensor(name: str, heads: int, batch: int, seqlen: int, layout: str) -> Operand:
             is_output, row = name == "out", self.head_dim
             width = self.value_width if name in ("value", "out") else row
+            if name == "key" and self.cache == "e4m3_blocks":
+                width = row = LATENT_BLOCKS_BYTES
             row = width if is_output or not self.is_latent else row
             shape = (batch, heads, seqlen, width)
             if layout == "bhsd":
@@ -501,6 +524,7 @@ class AttentionProblem(MaskedAttention):
             else:
                 strides = (seqlen * heads * row, row, heads * row, 1)
             dtype: DType = "bfloat16" if is_output and self.dtype == E4M3 else self.dtype
+            dtype = E4M3 if name == "key" and self.cache else dtype
             return Operand(name, shape, strides, dtype, is_output)
 
         return (

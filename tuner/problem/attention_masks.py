@@ -20,6 +20,9 @@ PAGE_MULTIPLE = 16
 """Granularity of a page's size in keys: the rows of the smallest copy to shared memory."""
 BLOCK_SIZE = 128
 """Queries and keys of a block in a block-sparse mask: FlexAttention's default."""
+Cache = Literal["", "e4m3", "e4m3_blocks"]
+"""Form of a latent cache: rows of the queries' type, of e4m3 with one factor, or in the layout of
+FlashMLA and vLLM's ``fp8_ds_mla``."""
 BLOCK_AXES: tuple[Axes, ...] = ("1", "b", "h", "bh")
 """Axes that a block-sparse mask may have."""
 #: Seed of the order of sequences of different lengths.
@@ -49,6 +52,7 @@ class MaskedAttention(Problem):
     has_sinks: bool = False
     block_mask: Axes = ""
     value_dim: int = 0
+    cache: Cache = ""
 
     @property
     def value_width(self) -> int:

@@ -7,20 +7,22 @@ Sizes, strides and lengths are arguments of a launch, so few kernels serve all c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from tuner.config import Config, Value
 from tuner.families.arguments import Arguments
 from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref, Strides
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, Gpu
-from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
 from tuner.problem.attention import LATENT_DIM, LATENT_VALUE_DIM, as_attention
+from tuner.problem.attention_masks import Cache
 
 KERNEL = "mla_decode"
 """Name of the one kernel."""
-WORDS = {"dtype": ("float16", "bfloat16")}
+WORDS = {"dtype": ("float16", "bfloat16"), "cache": get_args(Cache)[1:]}
 """Text that the template takes, by variable."""
 ARGUMENTS = Arguments(
     tensors=("query", "cache", "block_table", "lengths", "out", "lse"),
@@ -32,9 +34,11 @@ ARGUMENTS = Arguments(
     ),
     scalars=("scale",),
 )
+DESCALED = replace(ARGUMENTS, tensors=(*ARGUMENTS.tensors, "descale"))
+"""Arguments of a kernel over a cache with one factor."""
 MAX_BATCH, MAX_QUERIES, MAX_HEADS = 65536, 64, 4096
-VECTOR = 8
-"""Strides in elements are multiples of this: 16 bytes, as TMA wants them."""
+VECTOR_BYTES = 16
+"""Strides are multiples of this, as TMA wants them."""
 ROWS = 64
 """Rows of a block: heads of one query after those of another."""
 LATENT = f"HKV=1,D={LATENT_DIM},DV={LATENT_VALUE_DIM}"
@@ -84,6 +88,8 @@ class MlaDecode(Family):
         return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        if as_attention(problem).cache and (config["whole_rows"] or config["cluster"] > 1):
+            return ["rows of e4m3 are copied by threads: whole_rows=0,cluster=1"]
         blocks, cluster = row_blocks(as_attention(problem)), config["cluster"]
         if blocks % cluster:
             return [f"cluster={cluster} does not divide {blocks} blocks of rows"]
@@ -103,9 +109,11 @@ class MlaDecode(Family):
         return Config(self.name, {**usual, **config.params})
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        attention = as_attention(problem)
         variables: dict[str, Value] = {name: config[name] for name in LEVERS}
-        variables["dtype"] = as_attention(problem).dtype
-        return {KERNEL: KernelSpec("mla_decode.cu.j2", variables, WORDS, ARGUMENTS)}
+        variables["dtype"] = attention.dtype
+        variables |= {"cache": attention.cache} if attention.cache else {}
+        return {KERNEL: KernelSpec("mla_decode.cu.j2", variables, WORDS, _arguments(attention))}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(as_attention(problem), config, scale, {})
@@ -117,8 +125,9 @@ class MlaDecode(Family):
         attention = as_attention(problem)
         for operand in attention.operands:
             named = strides.get(operand.name, operand.strides)
+            vector = VECTOR_BYTES // DTYPE_BYTES[operand.dtype]
             if len(named) == 4 and (
-                named[-1] != 1 or any(step % VECTOR or step <= 0 for step in named[:-1])
+                named[-1] != 1 or any(step % vector or step <= 0 for step in named[:-1])
             ):
                 return f"strides {named} of {operand.name} are not multiples of 16 bytes"
         return self._launches(attention, config, scale, strides)
@@ -144,9 +153,10 @@ class MlaDecode(Family):
             batch, head, step, _ = strides.get(name, usual)
             integers |= {f"{name}_batch": batch, f"{name}_head": head, f"{name}_row": step}
         operands = {"cache": "key", "block_table": "page_table", "lengths": "seqused_k"}
-        operands |= {"query": "query", "out": "out", "lse": LSE}
-        tensors = {name: Ref(operand) for name, operand in operands.items()}
-        return [Launch.named(KERNEL, ARGUMENTS, tensors, integers, {"scale": scale})]
+        operands |= {"query": "query", "out": "out", "lse": LSE, "descale": "descale_k"}
+        arguments = _arguments(problem)
+        tensors = {name: Ref(operands[name]) for name in arguments.tensors}
+        return [Launch.named(KERNEL, arguments, tensors, integers, {"scale": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention, constants = as_attention(problem), self.constants
@@ -157,6 +167,10 @@ class MlaDecode(Family):
         off = abs(config["tile_overhead"] - 4) + abs(config["cut_overhead"] - 4)
         most = max(moved_us, busy_us) * (1 + constants["imbalance"] * off)
         return float(GRAPH_LAUNCH_US + constants["start_us"] + most)
+
+
+def _arguments(problem: AttentionProblem) -> Arguments:
+    return DESCALED if problem.cache == "e4m3" else ARGUMENTS
 
 
 def row_blocks(problem: AttentionProblem) -> int:

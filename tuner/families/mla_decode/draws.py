@@ -20,6 +20,8 @@ _HEADS = (1, 3, 8, 16, 20, 32, 64, 65, 96, 128, 200)
 _PAGES = (16, 32, 48, 64, 80, 128, 256)
 _QUERIES = (1, 2, 3, 4, 7, MAX_QUERIES)
 _LONG = 16384 + 1
+MAX_QUANTISED_ROWS = 1 << 15
+"""Maximum rows of a trial's quantised cache, which the host draws."""
 
 
 class LatentDraw(SequenceDraw):
@@ -61,6 +63,8 @@ class LatentDraw(SequenceDraw):
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
         queries, keys = values["seqlen_q"], values["seqlen_kv"]
         is_varlen = values["is_varlen"] and queries == 1
+        if self._usual.cache and values["batch"] * keys > MAX_QUANTISED_ROWS:
+            return None
         if 4 * values["batch"] * values["heads"] * queries * keys * 576 > 1 << 32:
             return None
         problem = replace(

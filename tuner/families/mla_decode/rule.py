@@ -1,4 +1,5 @@
-"""Latent attention of shapes that nobody tuned: a kernel of either type.
+"""Latent attention of shapes that nobody tuned: a kernel of either type, and of each form of a
+quantised cache.
 
 Sizes and lengths are arguments of a launch, so a proven kernel serves any.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 from tuner.config import Config
 from tuner.families.mla_decode import LATENT, MlaDecode
@@ -16,10 +18,15 @@ from tuner.families.target import DTYPES, Target
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem
+from tuner.problem.attention_masks import Cache
 
 _FAMILY = MlaDecode()
 KERNELS: Sequence[Config] = (Config(_FAMILY.name, {"whole_rows": False, "cluster": 1}),)
-"""The kernels, for either type. On an H200 the family's others were as fast within 2 %."""
+"""The kernels, for each type and cache. On an H200 the family's others were as fast within 2 %."""
+
+
+CACHES: Sequence[Cache] = get_args(Cache)[1:]
+"""Forms of quantised caches, of bf16 queries."""
 
 
 def serves(problem: AttentionProblem, gpu: Gpu) -> bool:
@@ -44,8 +51,10 @@ def select(problem: AttentionProblem, gpu: Gpu) -> RuleSelection | None:
 def targets() -> tuple[Target, ...]:
     """The kernels, to be built and proven."""
     small = AttentionProblem.parse(f"SQ=1,SKV=512,H=128,{LATENT},page_size=64")
+    typed = [(replace(small, dtype=dtype), "latent") for dtype in DTYPES]
+    caches = [(replace(typed[-1][0], cache=form), f"latent {form}") for form in CACHES]
     return tuple(
-        Target(_FAMILY.called(small, config, 1), replace(small, dtype=dtype), "latent")
-        for dtype in DTYPES
+        Target(_FAMILY.called(small, config, 1), problem, place)
+        for problem, place in (*typed, *caches)
         for config in KERNELS
     )

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 
 from tuner.families.arguments import WINDOW
 from tuner.measure import block_masks, pages
+from tuner.measure.gate import quantised_rows
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import (
     COLUMN_FACTOR,
@@ -90,6 +92,9 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
             data = pages.written(problem, operand.name, kind, seed)
             kernels.device.write(buffers.operands[operand.name].pointer, data)
             continue
+        if isinstance(problem, AttentionProblem) and problem.cache and operand.name == "key":
+            _fill_quantised(kernels, buffers, problem, kind, draw.getrandbits(62))
+            continue
         elements = operand.elements
         if operand.name in buffers.rows:
             elements = buffers.rows[operand.name].bytes // DTYPE_BYTES[operand.dtype]
@@ -107,22 +112,43 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
     elif kind == "huge_scores":
         _plant_huge(kernels, buffers, problem, kind, draw.getrandbits(62))
     if isinstance(problem, AttentionProblem) and problem.is_paged:
+        if problem.cache and kind == "huge_scores":
+            _pack_huge(kernels, buffers, problem)
         _fill_pages(kernels, buffers, problem, kind)
     if isinstance(problem, AttentionProblem) and problem.block_mask:
         dense = block_masks.tables(problem, kind, seed).dense
         kernels.device.write(buffers.rows["mask"].pointer, dense)
 
 
+def _fill_quantised(
+    kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str, seed: int
+) -> None:
+    """Write the rows of a quantised cache, and what they stand for."""
+    packed, rows = quantised_rows.drawn(problem, kind, seed)
+    kernels.device.write(buffers.rows["key"].pointer, rows)
+    kernels.device.write(buffers.rows[pages.PACKED].pointer, packed)
+    if "descale_q" in buffers.rows:
+        ones = struct.pack("<f", 1.0) * problem.heads_q
+        kernels.device.write(buffers.rows["descale_q"].pointer, ones)
+
+
+def _pack_huge(kernels: Kernels, buffers: Buffers, problem: AttentionProblem) -> None:
+    """Quantise keys in which elements were doubled."""
+    rows = buffers.rows["key"]
+    packed = quantised_rows.packed_huge(problem, kernels.device.read(rows.pointer, rows.bytes))
+    kernels.device.write(buffers.rows[pages.PACKED].pointer, packed)
+
+
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:
     """Copy keys and values to their pages, by 16 bits. All other slots hold the poison."""
-    heads, size = problem.heads_kv, DTYPE_BYTES[problem.dtype]
-    poison = poison_of(problem.dtype)
-    columns = max(problem.pages)
+    heads, columns = problem.heads_kv, max(problem.pages)
     for operand in pages.caches_of(problem):
+        size, poison = DTYPE_BYTES[operand.dtype], poison_of(operand.dtype)
         width = size * operand.shape[-1] // 2
         cache = buffers.operands[operand.name]
         kernels.device.fill16(cache.pointer, poison, cache.bytes)
-        source, table = buffers.rows[operand.name].pointer, buffers.pointers["page_table"]
+        rows = buffers.rows[pages.PACKED if problem.cache else operand.name]
+        source, table = rows.pointer, buffers.pointers["page_table"]
         for part in pages.parts(problem, kind):
             page, head, slot = (size * stride // 2 for stride in operand.strides[:3])
             integers = {

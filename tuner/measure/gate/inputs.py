@@ -145,7 +145,8 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
     if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
         return _e4m3_moments(kind == "dominant", large)
     if isinstance(problem, AttentionProblem):
-        return {"key": KEY_MEAN if kind == "dominant" else 0.0}, {"query": large, "bias": large}
+        means = {"key": KEY_MEAN if kind == "dominant" else 0.0, "descale_k": 1.0}
+        return means, {"query": large, "bias": large, "descale_k": DESCALE_SPREAD}
     if isinstance(problem, AttentionBackwardProblem):
         return _gradient_moments(problem, kind)
     if isinstance(problem, SwigluProblem):
@@ -191,7 +192,8 @@ def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]
         return {"key": 2.0 ** HUGE_EXPONENTS[problem.dtype][1]}, {"key": 0.0, "grad_out": 0.0}
     if not isinstance(problem, AttentionProblem):
         return {}, {}
-    deviations: dict[str, float] = {}
+    deviations: dict[str, float] = {"descale_k": 0.0}
+    means = {"descale_k": 1.0}
     if problem.dtype == E4M3:
         means, deviations = _e4m3_moments(False, HUGE_DESCALE)
     _, exponent = HUGE_EXPONENTS[problem.dtype]

@@ -171,8 +171,8 @@ class Buffers:
             for operand in self._memory()
         }
         self.rows: dict[str, Guarded] = {}
-        """Tensors that only the reference reads: keys and values of a paged cache as packed rows,
-        which are copied to its pages, and the dense form of a block-sparse mask.
+        """Tensors that only the gate reads: keys and values of a paged cache as packed rows, which
+        are copied to its pages, and the dense form of a block-sparse mask.
         """
         if isinstance(problem, AttentionProblem) and problem.is_paged:
             self.rows = {
@@ -192,7 +192,8 @@ class Buffers:
     def sources(self) -> dict[str, int]:
         """Device address of each operand as the reference reads it."""
         found = {**self.pointers, **{name: rows.pointer for name, rows in self.rows.items()}}
-        return {"value": found["key"], **found} if "key" in found else found
+        shared = (("value", "key"), ("descale_v", "descale_k"))  # where a tensor stands for both
+        return {**{name: found[of] for name, of in shared if of in found}, **found}
 
     @property
     def inputs(self) -> list[Operand]:
