@@ -1,8 +1,9 @@
 """Decoding of latent attention over pages of 64 rows, for `scripts/bench paged --preset mla`.
 
 `tuner.mla_decode` beside FlashMLA's kernel for Hopper, as sgl-flash-mla has it, with its schedule
-made before, and beside PyTorch: pages gathered, two batched products, a softmax. Rows are bf16.
-Caches below 200 MB are rotated.
+made before, and beside PyTorch: pages gathered, two batched products, a softmax. Rows are bf16, or
+e4m3 in a form that the tuner reads; the others then have what it stands for in bf16. Caches below
+200 MB are rotated.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks import harness, rows
 from benchmarks.harness import Contender, Row
 from tuner.errors import BenchmarkError
 from tuner.families.peers import installed
+from tuner.problem.attention import LATENT_BLOCK, LATENT_BLOCKS_BYTES
 from tuner.problem.attention import LATENT_DIM as WIDTH
 from tuner.problem.attention import LATENT_VALUE_DIM as LATENT
 
@@ -38,17 +40,22 @@ class Case:
     heads: int
     queries: int = 1
     is_mixed: bool = False
+    form: str = ""
 
     @property
     def group(self) -> str:
+        if self.form:
+            return f"rows of {self.form}"
         rows_of = "few" if self.heads * self.queries <= 64 else "many"
-        size = "256 MB and more" if sum(self.lengths) * WIDTH * 2 >= 256e6 else "smaller caches"
+        size = "256 MB and more" if sum(self.lengths) * ROW_BYTES[""] >= 256e6 else "smaller caches"
         return f"{rows_of} rows, {size}"
 
     @property
     def label(self) -> str:
         unlike = ", unlike" if self.is_mixed else ""
-        return f"{self.sequences} x {self.length}{unlike}, {self.heads} heads, {self.queries}"
+        form = f", {self.form}" if self.form else ""
+        sizes = f"{self.sequences} x {self.length}{unlike}, {self.heads} heads, {self.queries}"
+        return f"{sizes}{form}"
 
     @property
     def lengths(self) -> list[int]:
@@ -71,7 +78,11 @@ _UNLIKE: tuple[tuple[int, int, int, int], ...] = (
     *((128, 4096, heads, 1) for heads in (32, 64, 128)),
     *((64, 2048, heads, 1) for heads in (16, 128)),
 )
+_QUANTISED = ((128, 4096, 16), (128, 4096, 64), (128, 4096, 128), (16, 4096, 16), (1, 65536, 128))
+ROW_BYTES = {"": 2 * WIDTH, "e4m3": WIDTH, "e4m3_blocks": LATENT_BLOCKS_BYTES}
+"""Bytes of a row, by the cache's form."""
 CASES = [Case(*sizes) for sizes in _ALIKE] + [Case(*sizes, is_mixed=True) for sizes in _UNLIKE]
+CASES += [Case(*sizes, form=form) for form in list(ROW_BYTES)[1:] for sizes in _QUANTISED]
 
 
 class Tensors:
@@ -84,6 +95,10 @@ class Tensors:
         counts = [-(-length // SIZE) for length in case.lengths]
         columns = max(counts)
         self.cache = torch.randn(sum(counts), SIZE, WIDTH, device="cuda", dtype=torch.bfloat16)
+        self.descale = torch.ones(1, device="cuda") if case.form == "e4m3" else None
+        self.rows = self.cache
+        if case.form:
+            self.rows, self.cache = quantised(self.cache, case.form)
         order = torch.randperm(sum(counts)).int()
         table = torch.zeros(len(counts), columns, dtype=torch.int32)
         for row, pages in zip(table, order.split(counts), strict=True):
@@ -107,6 +122,23 @@ class Tensors:
         scores = scores.float().mul_(scale).masked_fill_(self.hidden[:, :, None], -torch.inf)
         weights = torch.softmax(scores, -1).to(latent.dtype).flatten(1, 2)
         return torch.bmm(weights, latent[..., :LATENT]).view(batch, queries, heads, LATENT)
+
+
+def quantised(cache: Any, form: str) -> tuple[Any, Any]:
+    """Rows of a form, and what they stand for in bf16."""
+    import torch
+
+    if form == "e4m3":
+        rows = cache.to(torch.float8_e4m3fn)
+        return rows, rows.bfloat16()
+    latent, rotary = cache.split((LATENT, WIDTH - LATENT), -1)
+    blocks = latent.unflatten(-1, (-1, LATENT_BLOCK))
+    factors = blocks.abs().amax(-1, keepdim=True).float() / 448
+    elements = (blocks / factors).to(torch.float8_e4m3fn)
+    parts = elements.flatten(-2), factors.flatten(-2), rotary
+    rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+    exact = (elements.float() * factors).bfloat16().flatten(-2)
+    return rows, torch.cat((exact, rotary), -1)
 
 
 def peer_of(case: Case, tensors: Sequence[Tensors], scale: float) -> Callable[[int], Any] | str:
@@ -137,13 +169,14 @@ def measure(case: Case, _: Namespace) -> Row:
     from tuner.runtime.attention import mla
     from tuner.runtime.call import counters
 
-    moved, scale = sum(case.lengths) * WIDTH * 2, WIDTH**-0.5
+    moved, scale = sum(case.lengths) * ROW_BYTES[case.form], WIDTH**-0.5
     copies = 1 if moved >= ROTATED else min(MAX_COPIES, max(2, ROTATED // moved))
     tensors = [Tensors(case, seed) for seed in range(copies)]
 
     def own(i: int) -> Any:
         one = tensors[i]
-        return tuner.mla_decode(one.query, one.cache, one.table, one.lengths, scale=scale)
+        inputs = one.query, one.rows, one.table, one.lengths
+        return tuner.mla_decode(*inputs, scale=scale, descale=one.descale)
 
     first = tensors[0]
     counters.stats(reset=True)

@@ -21,8 +21,9 @@ from tuner.problem import AttentionProblem
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 
-def spec_of(dtype: str, whole_rows: bool, cluster: int) -> KernelSpec:
-    problem = AttentionProblem.parse(f"SQ=1,SKV=512,H=128,{LATENT},page_size=64,dtype={dtype}")
+def spec_of(dtype: str, whole_rows: bool, cluster: int, form: str = "") -> KernelSpec:
+    text = f"SQ=1,SKV=512,H=128,{LATENT},page_size=64,dtype={dtype}"
+    problem = AttentionProblem.parse(f"{text},cache={form}" if form else text)
     config = Config(MlaDecode.name, {"whole_rows": whole_rows, "cluster": cluster})
     return MlaDecode().kernels(problem, config)[KERNEL]
 
@@ -30,8 +31,9 @@ def spec_of(dtype: str, whole_rows: bool, cluster: int) -> KernelSpec:
 CHUNKS, WHOLE, PAIR, WHOLE_PAIR = (
     spec_of("bf16", whole_rows, cluster) for cluster in (1, 2) for whole_rows in (False, True)
 )
+QUANTISED = [spec_of("bf16", False, 1, form) for form in ("e4m3", "e4m3_blocks")]
 SPECS = [CHUNKS]
-DEVICE_SPECS = [WHOLE, PAIR, WHOLE_PAIR, spec_of("fp16", True, 1)]
+DEVICE_SPECS = [WHOLE, PAIR, WHOLE_PAIR, spec_of("fp16", True, 1), *QUANTISED]
 
 #: What the template has in PTX is the emulator's.
 _BODIES = {
@@ -89,6 +91,26 @@ MUTANTS = {
     ),
     "later queries see no more": (" + 1 + query(r)) - base", " + 1) - base"),
 }
+#: The same of rows that threads copy.
+QUANTISED_MUTANTS = {
+    "a stage is written before the first group has read it": (
+        "if (i == 0) wait_for(memory.empty(stage, 0), parity);",
+        "",
+    ),
+    "a stage is written before the second group has read it": (
+        "if (i == kHalf * kOctets) wait_for(memory.empty(stage, 1), parity);",
+        "",
+    ),
+    "factors are those of the tile before": (
+        "if (i == max(kSoon, ",
+        "if (i < 0 && i == max(kSoon, ",
+    ),
+    "what lies behind a sequence is read": ("key < of.length ? key", "true ? key"),
+    "rotary columns lie where those of one factor do": (
+        "(i < kLatentLoads ? 0 : kBlocks * 4)",
+        "0",
+    ),
+}
 
 
 def emulated(
@@ -110,7 +132,8 @@ def emulated(
         assert found == 1, name
     padded = (*case, *[-1] * (12 - len(case)))
     kind = ("", "e4m3", "e4m3_blocks").index(str(spec.variables.get("cache", "")))
-    device = f"#define EMULATES_BF16\n#define EMULATED_CACHE {kind}\nstatic int octets;  // of a box of whole rows\n{device}"
+    head = f"#define EMULATES_BF16\n#define EMULATED_CACHE {kind}\n"
+    device = f"{head}static int octets;  // of a box of whole rows\n{device}"
     return run_emulated(device, "mla_decode.h", [padded], nvcc, folder, mutant, orders)
 
 
@@ -158,7 +181,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 @pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", CASES)
 def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
-    kernels = [CHUNKS, WHOLE]
+    kernels = [CHUNKS, WHOLE, *QUANTISED]
     if case.startswith("two blocks"):
         kernels += [PAIR, WHOLE_PAIR]
     for spec in kernels:
@@ -170,3 +193,13 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
     case = (16, 4, 64, 1, 1, 0, 610, 0, 3)
     nvcc = compiler.toolchain.nvcc
     assert emulated(CHUNKS, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""
+
+
+@pytest.mark.parametrize("name", QUANTISED_MUTANTS)
+def test_the_emulator_finds_what_is_wrong_with_quantised_rows(
+    compiler: Compiler, name: str, tmp_path: Path
+) -> None:
+    case = (16, 4, 64, 1, 1, 0, 610, 0, 3)
+    nvcc = compiler.toolchain.nvcc
+    mutant = QUANTISED_MUTANTS[name]
+    assert emulated(QUANTISED[1], case, nvcc, tmp_path, mutant, orders=2) != ""

@@ -8,6 +8,8 @@ using Element = __half;
 constexpr int kCluster = 1;
 constexpr bool kWholeRows = false;
 // ... as in the templates
+  int page_size, box;   // rows that a copy brings
+// ... as in the templates
 // d = x y, or += x y: 64 rows, 64 columns, 16 of K.
 __device__ __forceinline__ void multiply_scores(float (&d)[32], uint64_t x, uint64_t y, int adds) {
   asm volatile(
@@ -105,17 +107,31 @@ __device__ __forceinline__ void copy_rows(CUtensorMap const& map, uint32_t to, i
       "[%0], [%1, { %2, %3, %4 }], [%5], %6;"
       ::"r"(to), "l"(&map), "r"(column), "r"(slot), "r"(page), "r"(barrier), "l"(policy) : "memory");
 // ... as in the templates
+      if (!kWholeRows || chunk % kHalf == 0 && chunk <= kHalf) wait_for(memory.full(kGroup, chunk), counter / kStages % 2);
+// ... as in the templates
+      most = __fmul_rn(quad_max(most), p.scale_log2);
+// ... as in the templates
+        score = exp2_approx(__fmul_rn(score, p.scale_log2) - shift);
+// ... as in the templates
         word[i] = packed_fp16(s[first], s[first + 1]);
+// ... as in the templates
+      const float factor = sum[r] > 0.0f ? 1.0f / sum[r] : 0.0f;
 // ... as in the templates
           word[j] = packed_fp16(o[16 * i + 4 * j + 2 * r] * factor, o[16 * i + 4 * j + 2 * r + 1] * factor);
 // ... as in the templates
 __global__ void __launch_bounds__(kThreads, 1) mla_decode_golden(const __grid_constant__ Params p) {
 // ... as in the templates
+      for (int chunk = 0; chunk < kChunks; ++chunk) init_barrier(memory.full(stage, chunk), 1);
+// ... as in the templates
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) combine_golden(const __grid_constant__ Params p) {
 // ... as in the templates
+    const float factor = mine.sum > 0.0f ? 1.0f / mine.sum : 0.0f;
+    uint2 words;
     words.x = packed_fp16(mine.total.x * factor, mine.total.y * factor);
     words.y = packed_fp16(mine.total.z * factor, mine.total.w * factor);
 // ... as in the templates
+inline bool aligned(int64_t elements) { return elements >= 0 && elements % 8 == 0 && elements < (int64_t(1) << 38); }
+
 struct Tensors { void *query, *cache, *block_table, *lengths, *out, *lse; };
 struct Integers { int64_t batch, queries, heads, page_size, pages, query_batch, query_row, query_head, cache_page, cache_slot, table_row, out_batch, out_row, out_head, lse_batch, lse_head, tile_overhead, cut_overhead, pdl; };
 struct Scalars { double scale; };
@@ -123,6 +139,8 @@ struct Scalars { double scale; };
   const auto type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 // ... as in the templates
   error = cudaFuncSetAttribute(&mla_decode_golden, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+// ... as in the templates
+  for (const void* tensor : {tensors.query, tensors.cache, tensors.out, tensors.block_table, tensors.lengths})
 // ... as in the templates
   if (error == cudaSuccess) error = describe(&p.cache, tensors.cache, 3, of_cache, cache_strides, cache_box);
 // ... as in the templates

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gating import Gated
-from latent_calls import drawn, is_close, wanted
+from latent_calls import drawn, is_close, quantised, wanted
 
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
@@ -35,6 +35,10 @@ GATED = (
     "B=5,H=128,SQ=2,SKV=333,causal=1,page_size=48,dtype=bf16",
     "B=8,H=20,SQ=4,SKV=129,causal=1,page_size=16,dtype=fp16",
     "B=17,H=64,SQ=1,SKV=700,varlen=1,page_size=128,dtype=fp16",
+    "B=5,H=128,SQ=2,SKV=333,causal=1,page_size=48,dtype=bf16,cache=e4m3",
+    "B=1,H=16,SQ=1,SKV=9000,page_size=64,dtype=bf16,cache=e4m3",
+    "B=8,H=20,SQ=4,SKV=129,causal=1,page_size=16,dtype=bf16,cache=e4m3_blocks",
+    "B=17,H=64,SQ=1,SKV=700,varlen=1,page_size=128,dtype=bf16,cache=e4m3_blocks",
 )
 
 
@@ -92,6 +96,22 @@ def test_it_computes_what_pytorch_s_operations_do(
     assert is_close(out, lse, wanted(call))
     again, _ = mla.mla_decode(**call, return_lse=True)
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e4m3_blocks"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"H={case[2]},SQ={case[1]},page={case[3]}")
+def test_it_reads_quantised_rows(mla: Any, case: tuple[Any, ...], form: str) -> None:
+    import torch
+
+    from tuner.runtime.call import counters
+
+    lengths, queries, heads, size = case
+    call = quantised(drawn("bfloat16", "cuda", (size, queries, heads), lengths), form)
+    counters.stats(reset=True)
+    out, lse = mla.mla_decode(**call, return_lse=True)
+    assert counters.stats().hits == 1, counters.stats()
+    assert is_close(out, lse, wanted(call))
+    assert torch.equal(out, mla.mla_decode(**call))
 
 
 def test_a_captured_call_follows_the_lengths(mla: Any) -> None:

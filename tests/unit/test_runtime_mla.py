@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from latent_calls import SIZES, drawn, is_close, wanted
+from latent_calls import SIZES, drawn, is_close, quantised, wanted
 from noted_kernels import find_kernels
 
 from tuner.errors import ConfigError
@@ -47,6 +47,48 @@ def test_pytorch_s_operations_compute_it(number: int) -> None:
             wanted, statistics = element_by_element(call, b, q, 5)
             assert torch.allclose(out[b, q, 5].double(), wanted, atol=4e-3)
             assert torch.allclose(lse[b, 5, q].double(), statistics, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e4m3_blocks"])
+def test_pytorch_s_operations_read_quantised_rows(form: str) -> None:
+    call = quantised(given(), form)
+    out, lse = mla.mla_decode(**call, return_lse=True)
+    assert is_close(out, lse, wanted(call))
+    pages, size, _ = call["cache"].shape
+    plain = torch.full((pages, size, 576), torch.nan)
+    for page in range(pages):
+        for slot in range(size):
+            row = call["cache"][page, slot].view(torch.uint8).clone()
+            latent = row[:512].view(torch.float8_e4m3fn).float()
+            if form == "e4m3":
+                plain[page, slot] = row.view(torch.float8_e4m3fn).float() * call["descale"]
+                continue
+            factors = row[512:528].clone().view(torch.float32)
+            for block in range(4):
+                part = latent[128 * block : 128 * block + 128] * factors[block]
+                plain[page, slot, 128 * block : 128 * block + 128] = part.bfloat16().float()
+            plain[page, slot, 512:] = row[528:].clone().view(torch.bfloat16).float()
+    query = call["query"].float()
+    for b in (0, 5):
+        exact = element_by_element({**call, "cache": plain, "query": query}, b, 1, 7)
+        assert torch.allclose(out[b, 1, 7].double(), exact[0], atol=2e-2, rtol=1e-2)
+        assert torch.allclose(lse[b, 7, 1].double(), exact[1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "reason"),
+    [
+        ("e4m3", {"descale": None}, "descale is None"),
+        ("e4m3", {"descale": torch.ones(2)}, r"descale is torch.float32 \(2,\)"),
+        ("e4m3", {"descale": torch.ones(1).double()}, "descale is torch.float64"),
+        ("e4m3", {"query": torch.zeros(6, 3, 20, 576).half()}, "query is torch.float16, cache"),
+        ("e4m3_blocks", {"descale": torch.ones(1)}, "allowed for this cache: None"),
+        ("e4m3_blocks", {"cache": torch.zeros(9, 16, 640).byte()}, "cache torch.uint8"),
+    ],
+)
+def test_quantised_caches_that_are_refused(form: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        mla.mla_decode(**{**quantised(given(), form), **changes})
 
 
 def test_it_writes_to_a_tensor_and_counts_the_reason(runtime: SimpleNamespace) -> None:
@@ -128,6 +170,20 @@ def test_a_kernel_has_the_call_s_sizes_and_strides(served: SimpleNamespace, numb
     )
 
 
+@pytest.mark.parametrize("form", ["e4m3", "e4m3_blocks"])
+def test_a_kernel_gets_the_bytes_and_the_factor(served: SimpleNamespace, form: str) -> None:
+    call = quantised(given(0), form)
+    mla.mla_decode(**call)
+    [(addresses, integers, _)] = served.launched
+    assert addresses[1] == call["cache"].data_ptr()
+    factors = [call["descale"].data_ptr()] if form == "e4m3" else []
+    assert list(addresses[6:]) == factors
+    n = dict(zip(ARGUMENTS.integers, integers, strict=True))
+    assert (n["cache_page"], n["cache_slot"]) == call["cache"].stride()[:2]
+    [(_, problem)] = served.posed
+    assert problem.cache == form
+
+
 def test_views_of_larger_tensors(served: SimpleNamespace) -> None:
     call = given(2)
     batch, queries, heads, _ = call["query"].shape
@@ -154,6 +210,10 @@ def test_opcheck() -> None:
     call = given(1)
     operator = torch.ops.tuner.mla_decode.default
     torch.library.opcheck(operator, tuple(call.values()))
+    torch.library.opcheck(operator, tuple(quantised(call, "e4m3_blocks").values()))
+    # Its other checks multiply the inputs, which e4m3 has no operation for.
+    checks = "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(operator, tuple(quantised(call, "e4m3").values()), test_utils=checks)
 
 
 def test_a_compiled_model_holds_the_operator() -> None:

@@ -21,7 +21,12 @@ HEADS, SIZE = 16, 64
 
 class Impl:
     def __init__(self, **facts: Any) -> None:
-        known = {"num_heads": HEADS, "head_size": 576, "kv_lora_rank": 512, "scale": 0.1}
+        known: dict[str, Any] = {
+            "num_heads": HEADS,
+            "head_size": 576,
+            "kv_lora_rank": 512,
+            "scale": 0.1,
+        }
         vars(self).update(known | {"kv_cache_dtype": "auto"} | facts)
 
     def forward_mqa(self, q: Any, *args: Any) -> Any:
@@ -85,7 +90,7 @@ def test_a_layer_launches_a_kernel_over_its_rows(
 
 
 @pytest.mark.parametrize(
-    "facts", [{"kv_cache_dtype": "fp8"}, {"head_size": 320, "kv_lora_rank": 256}]
+    "facts", [{"kv_cache_dtype": "fp8_ds_mla"}, {"head_size": 320, "kv_lora_rank": 256}]
 )
 def test_other_caches_are_vllm_s(
     latent: Any, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
@@ -95,6 +100,24 @@ def test_other_caches_are_vllm_s(
     found = latent.TunerLatentImpl(**facts).forward_mqa(query, cache, metadata((1, 2)), None)
     assert found == ("vLLM's own", (2, HEADS, 576))
     assert not served.launched and sum(on_cpu.counters.stats().fallbacks.values()) == 1
+
+
+def test_a_layer_reads_rows_of_e4m3_with_its_factor(
+    latent: Any, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = find_kernels(on_cpu, monkeypatch, lambda problem: MlaDecode())
+    (nope, rope), _ = tensors(3)
+    cache, step = torch.zeros(9, SIZE, 576, dtype=torch.uint8), metadata((5, 100, 1))
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), kv_cache=cache)
+    own = latent.TunerLatentImpl(kv_cache_dtype="fp8")
+    own.load(layer, step)
+    out, _ = own.forward_mqa((nope, rope), cache, step, layer)
+    assert (out.shape, out.dtype) == ((3, HEADS, 512), torch.bfloat16)
+    [(addresses, _, _)] = served.launched
+    assert (addresses[1], addresses[6]) == (cache.data_ptr(), layer._k_scale.data_ptr())
+    assert {problem.cache for _, problem in served.posed} == {"e4m3"}
+    assert own.forward_mqa((nope.half(), rope.half()), cache, step, layer)[0] == "vLLM's own"
+    assert sum(on_cpu.counters.stats().fallbacks.values()) == 1
 
 
 def test_a_step_without_a_kernel_is_vllm_s(

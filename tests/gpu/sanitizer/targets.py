@@ -248,7 +248,11 @@ def two_kernel_attention(gpu: Gpu) -> Iterator[Target]:
 def mla_decode(gpu: Gpu) -> Iterator[Target]:
     for number, target in enumerate(latent.targets()):
         member, dtype = target.family, target.problem.dtype
-        posed = [AttentionProblem.parse(f"{one},{LATENT},dtype={dtype}") for one in DECODED]
+        form = target.problem.cache  # type: ignore[attr-defined]
+        posed = [
+            replace(AttentionProblem.parse(f"{one},{LATENT},dtype={dtype}"), cache=form)
+            for one in DECODED
+        ]
         pairs = ((problem, member.called(problem, target.config, 1)) for problem in posed)
         legal = tuple(pair for pair in pairs if not member.violations(*pair, gpu))
         yield Target(member.name, f"{dtype}, {number}", legal)

@@ -23,6 +23,8 @@ from tuner.runtime.call.serving import answer, find
 
 _PLAIN = ("auto", "float16", "half", "bfloat16")
 """Names for a cache of the queries' type."""
+_E4M3 = ("fp8", "fp8_e4m3")
+"""Names for a cache of e4m3 with one factor, the layer's `_k_scale`."""
 
 
 class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
@@ -31,17 +33,20 @@ class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._refusal: Refusal | None = None
-        if self.kv_cache_dtype not in _PLAIN:
+        self._is_e4m3 = self.kv_cache_dtype in _E4M3
+        if self.kv_cache_dtype not in (*_PLAIN, *_E4M3):
             self._refusal = Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
         elif (self.head_size, self.kv_lora_rank) != (LATENT_DIM, LATENT_VALUE_DIM):
             self._refusal = Refusal(Kind.TENSORS, f"rows of {self.head_size} columns")
 
-    def load(self, cache: torch.Tensor, metadata: Any) -> None:
+    def load(self, layer: Any, metadata: Any) -> None:
         """Load the kernel of a batch before its calls are captured."""
+        cache = layer.kv_cache
         if self._refusal is None and metadata.decode is not None and cache.numel():
             sequences = metadata.decode.seq_lens.shape[0]
-            query = cache.new_empty((sequences, self.num_heads, LATENT_DIM))
-            find(self._call(query, cache, metadata))
+            kind = torch.bfloat16 if self._is_e4m3 else cache.dtype
+            query = cache.new_empty((sequences, self.num_heads, LATENT_DIM), dtype=kind)
+            find(self._call(query, cache, metadata, layer))
 
     def forward_mqa(
         self,
@@ -52,10 +57,11 @@ class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output (tokens, H, 512) and log-sum-exp (tokens, H) of one query of each sequence."""
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        if self._refusal is not None:
-            counters.count_fallback(self._refusal.reason)
+        if self._refusal is not None or (self._is_e4m3 and query.dtype != torch.bfloat16):
+            refusal = self._refusal or Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
+            counters.count_fallback(refusal.reason)
         else:
-            call = self._call(query, kv_c_and_k_pe_cache, attn_metadata)
+            call = self._call(query, kv_c_and_k_pe_cache, attn_metadata, layer)
             if answer(call) is not None:
                 assert call.lse is not None
                 return call.out[:, 0], call.lse[..., 0]
@@ -64,12 +70,14 @@ class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
         )
         return output
 
-    def _call(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any) -> Decode:
+    def _call(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, layer: Any) -> Decode:
         sequences, heads, _ = query.shape
         tables = metadata.decode.block_table, metadata.decode.seq_lens
         out = query.new_empty((sequences, 1, heads, LATENT_VALUE_DIM))
         lse = query.new_empty((sequences, heads, 1), dtype=torch.float32)
-        return Decode(query[:, None], cache, *tables, self.scale, out, lse)
+        descale = layer._k_scale.view(1) if self._is_e4m3 else None
+        cache = cache.view(torch.float8_e4m3fn) if self._is_e4m3 else cache
+        return Decode(query[:, None], cache, *tables, self.scale, out, lse, descale)
 
 
 class TunerLatentMetadataBuilder(TritonMLAMetadataBuilder):  # type: ignore[misc]
@@ -81,7 +89,7 @@ class TunerLatentMetadataBuilder(TritonMLAMetadataBuilder):  # type: ignore[misc
         layers = self.vllm_config.compilation_config.static_forward_context
         for layer in map(layers.get, self.layer_names):
             if isinstance(impl := getattr(layer, "impl", None), TunerLatentImpl):
-                impl.load(layer.kv_cache, metadata)
+                impl.load(layer, metadata)
         return metadata
 
 
