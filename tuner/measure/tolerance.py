@@ -333,12 +333,13 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     row += 0 if problem.is_latent else DTYPE_BYTES[value.dtype] * value.shape[-1]
     unread = (keys - visible) * row * problem.heads_kv * problem.batch
     flops = 2 * problem.batch * problem.heads_q * problem.widths * problem.pairs
-    for other in problem.operands[3:-1]:
-        if other.name == "block_bits":  # masks of full and empty blocks are not read
-            unread += other.bytes
-        if other.name == "bias":  # one element for each visible pair
-            absent = other.elements - other.shape[0] * other.shape[1] * problem.pairs
-            unread += absent * DTYPE_BYTES[other.dtype]
+    for bits in problem.operands[3:-1]:
+        if bits.name == "block_bits":  # masks of full and empty blocks are not read
+            unread += bits.bytes
+    for bias in problem.operands[3:-1]:
+        if bias.name == "bias":  # one element for each visible pair
+            absent = bias.elements - bias.shape[0] * bias.shape[1] * problem.pairs
+            unread += absent * DTYPE_BYTES[problem.dtype]
     return flops // problem.tensor_rate, problem.bytes - unread
 
 

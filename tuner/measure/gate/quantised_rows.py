@@ -1,8 +1,8 @@
 """Rows of a quantised latent cache as the numerics gate draws them. Pure functions.
 
 Elements are quantiles of a normal distribution, rounded to e4m3, some of them below its normal
-numbers. Beside each row stands what its contract says that it means, in bf16: elements without the
-one factor of ``e4m3``, which the reference multiplies, and with the factors of ``e4m3_blocks``.
+numbers. The reference reads what a row means in bf16. That has the factors of ``e4m3_blocks``, but
+not the one factor of ``e4m3``, which the reference multiplies.
 """
 
 from __future__ import annotations

@@ -179,10 +179,10 @@ def mla_decode(
     reach the tensor cores; the rest of the arithmetic is that of bf16 rows.
 
     - rows of e4m3, (pages, page size, 576) of ``torch.float8_e4m3fn``: each element stands for
-      itself times `descale`, as in vLLM's ``fp8`` caches
-    - rows of 656 bytes, (pages, page size, 656) of ``torch.float8_e4m3fn`` or ``torch.uint8``, as
-      FlashMLA and vLLM's ``fp8_ds_mla`` have them: 512 elements of e4m3, four fp32 factors of 128
-      of them each, and 64 rotary columns of bf16. Products with the factors are rounded to bf16
+      itself times `descale`, as in vLLM's ``fp8`` caches.
+    - rows of 656 bytes, (pages, page size, 656) of ``torch.uint8`` or ``torch.float8_e4m3fn``, as
+      in FlashMLA and vLLM's ``fp8_ds_mla``. A row has 512 elements of e4m3, four fp32 factors of
+      128 of them each, and 64 rotary columns of bf16. Products with factors are rounded to bf16.
 
     A measured kernel answers, or the rule's among the proven ones (``tuner build --portfolio``).
     PyTorch's operations answer calls that no kernel serves. They wait for the device. Such calls
@@ -195,8 +195,8 @@ def mla_decode(
         block_table: int32 (B, columns), rows contiguous.
         lengths: int32 (B,), contiguous, each at most columns * page size.
         scale: positive factor of the scores: that of the model's heads, such as 192 ** -0.5.
-        descale: of a cache of e4m3 with 576 columns, else None: fp32, one positive element on the
-            cache's device, which kernels read there.
+        descale: factor of a cache of e4m3 with 576 columns, else None. It is fp32, one positive
+            element on the cache's device, which kernels read there.
         return_lse: return (out, log-sum-exp).
         out: (B, SQ, H, 512) to write to, as `query` and sharing no memory with it; None: a new
             tensor.
