@@ -8,6 +8,7 @@ at the first case of a layer and a number of rows. Errors are distances from the
 
 The preset ``products`` times both grouped products of a layer alone, by each proven kernel of the
 rule and by DeepGEMM's. There ``tuner`` is the rule's first kernel, and ``tuner TILE`` any of them.
+The preset ``tables`` draws points of vLLM's tables, beside its Triton kernel with their entries.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 from argparse import Namespace
 from functools import partial
 
-from benchmarks import harness, moe_layers, moe_products
+from benchmarks import harness, moe_layers, moe_products, moe_tables
 from benchmarks.harness import Bench, Contender, Preset, Row
 from benchmarks.moe_layers import ROWS, Case, Product, Sizes, counts_of, routed, weights_of
-from benchmarks.moe_peers import peers_of
+from benchmarks.moe_peers import Peers, peers_of
 from tuner.cli import Parser
 
 BUDGET_US = 2e5
@@ -26,6 +27,16 @@ BUDGET_US = 2e5
 
 
 def measure(case: Case, _: Namespace) -> Row:
+    """Times of a case beside the compositions."""
+    return measured(case, peers_of(case.dtype))
+
+
+def beside_tables(case: Case, _: Namespace) -> Row:
+    """Times of a case beside vLLM's Triton kernel with its table's entry."""
+    return measured(case, moe_tables.peers_of(case.dtype))
+
+
+def measured(case: Case, peers: Peers) -> Row:
     """Times of a case, and how far the results are from the first peer's."""
     import torch
 
@@ -39,13 +50,13 @@ def measure(case: Case, _: Namespace) -> Row:
         factors = dict(zip(("gate_up_scale", "down_scale"), scales, strict=True))
         served = partial(tuner.moe, hidden, experts, by, *matrices, **factors)
         calls = {"tuner": harness.every_copy(served)}
-        for name, peer in peers_of(case.dtype).items():
+        for name, peer in peers.items():
             composed = partial(peer, hidden, experts, by, *matrices, *scales)
             calls[name] = harness.every_copy(composed)
         tuner.stats(reset=True)
         outs, failed = harness.first_outputs(calls, lambda out: out.float())
         answered = tuner.stats()
-        peers = [name for name in outs if name != "tuner"]
+        names = [name for name in outs if name != "tuner"]
         ways = [Contender(name, calls[name]) for name in outs]
         before = harness.every_copy(partial(torch.add, source, 0.0, out=hidden))
         times = harness.time_calls(ways, before, 1, BUDGET_US)
@@ -53,9 +64,9 @@ def measure(case: Case, _: Namespace) -> Row:
         **counts_of(case, experts)[1],
         "us": {name: round(us, 2) for name, us in times.us.items()},
         "errors": {
-            name: round(harness.distance(out, outs[peers[0]]), 5)
+            name: round(harness.distance(out, outs[names[0]]), 5)
             for name, out in outs.items()
-            if peers and name != peers[0]
+            if names and name != names[0]
         },
         "failed": {**failed, **times.failed},
         "hits": answered.hits,
@@ -86,6 +97,12 @@ BENCH = Bench(
             moe_products.measure,
             table=moe_products.table,
             smoke=Product("small", Sizes(4, 2, 256, 128), "bf16", 16, "zipf", "up"),
+        ),
+        "tables": Preset(
+            "200 points of vLLM's tables for its Triton kernel, beside that kernel",
+            moe_tables.cases,
+            beside_tables,
+            smoke=Case("small", Sizes(4, 2, 256, 128), "bf16", 16, "uniform"),
         ),
     },
     _options,

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import FAILURES, Bench, Contender, Preset, Row, first_line, ratio_table
+from benchmarks.moe_tables import TOKENS
 from benchmarks.own_plans import compile_specs
 from benchmarks.products_ways import (
     Call,
@@ -27,6 +28,7 @@ from benchmarks.products_ways import (
     built_ways,
     ranked,
     rule_ways,
+    table_ways,
     torch_ways,
 )
 from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
@@ -112,6 +114,13 @@ SCALED_HOLES = (
     *((128, 7168, 2048), (128, 2112, 7168)),
 )
 """The same with factors of blocks, where DeepGEMM was."""
+TABLES = (
+    *((n, 7168) for n in (512, 576, 1536, 2112, 2304, 3072, 4096, 4608, 12288, 24576, 36864)),
+    *((7168, k) for k in (256, 1024, 1152, 2048, 2304, 16384, 18432)),
+    *((n, k) for n, k in ((2048, 512), (4096, 512), (32768, 512), (3072, 1536), (24576, 1536))),
+)
+"""N and K of vLLM's tables for its Triton kernel with factors of blocks on an H200, vLLM 0.26."""
+POINTS = 100
 NEIGHBOURS = 15
 """Fresh products near those of either list."""
 
@@ -145,6 +154,23 @@ def scaled(case: Product, args: Namespace) -> Row:
     tensors = Tensors(case.problem)
     own = list(rule_ways(tensors, with_near=args.kernels, unproven=args.unproven))
     return measured(tensors, [*torch_ways(tensors), *own], own[0][0] if own else "")
+
+
+def points(args: Namespace) -> list[Product]:
+    """Products drawn from vLLM's tables, whose entries have as many rows as those of experts."""
+    every = list(product(TABLES, TOKENS))
+    drawn = random.Random(f"tables {args.seed}").sample(every, POINTS)
+    return [
+        Product(GemmProblem(m, n, k, dtype=E4M3, scales="block"), "tables")
+        for (n, k), m in sorted(drawn)
+    ]
+
+
+def point(case: Product, _: Namespace) -> Row:
+    """Times and errors of the rule's kernel beside vLLM's with the table's entry."""
+    tensors = Tensors(case.problem)
+    own = list(rule_ways(tensors, with_near=False, unproven=False))
+    return measured(tensors, [*table_ways(tensors), *own], own[0][0] if own else "")
 
 
 def e4m3(case: Product, _: Namespace) -> Row:
@@ -271,6 +297,12 @@ BENCH = Bench(
             *(lambda _: SCALED, scaled),
             table=table,
             smoke=_smoke("scaled", scales="block"),
+        ),
+        "tables": Preset(
+            "points of vLLM's tables for its Triton kernel, beside that kernel",
+            *(points, point),
+            table=table,
+            smoke=_smoke("tables", scales="block"),
         ),
         "e4m3": Preset(
             "e4m3 with factors of operands or rows, fast and promoted sums",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, inf
 from typing import Any
@@ -241,6 +242,32 @@ def torch_ways(tensors: Tensors) -> Iterator[Way]:
     yield "pytorch", lambda: scaled
     if deep_gemm() is not None:
         yield "deep_gemm", lambda: deep
+
+
+def table_ways(tensors: Tensors) -> Iterator[Way]:
+    """Triton's kernel of vLLM, which looks up its table's entry; none where vLLM is not installed.
+
+    Factors of its rows lie side by side along K.
+    """
+    import torch
+
+    if importlib.util.find_spec("vllm") is None:
+        return
+
+    def make() -> Call:
+        from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+        factors = tensors.factors[0].contiguous()
+
+        def run(i: int) -> Any:
+            weight, scale = tensors.weights[i]
+            return fp8_utils.w8a8_triton_block_scaled_mm(
+                tensors.rows, weight, factors, scale, [SCALE_BLOCK] * 2, torch.bfloat16
+            )
+
+        return run
+
+    yield "vllm", make
 
 
 def algorithm_ways(tensors: Tensors) -> Iterator[Way]:

@@ -64,6 +64,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("products", "holes"): "built_products",
     ("products", "narrow"): "built_products",
     ("products", "scaled"): "built_products",
+    ("products", "tables"): "built_products",
     ("suites", "pytorch"): "checkout",
     **{("search", preset): "sweeps" for preset in ("repeats", "sweeps", "metrics")},
     **{("tuner", preset): "sweeps" for preset in ("quick", "full")},

@@ -127,9 +127,10 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "rescale": "lazy",
         "turn_ends": "scores",
         "split_keys": 512,
+        "carries_parts": True,
     }
     absent = {"key_groups", "stages_output", "pads_heads", "skips_masked", "rescale", "split_keys"}
-    absent |= {"turn_ends"}
+    absent |= {"turn_ends", "carries_parts"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
