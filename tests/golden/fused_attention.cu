@@ -53,7 +53,10 @@ using GmemQ = decltype(global_tensor((Element const*)nullptr, rows_q(1), rows_q_
       // Sections of heads that share the L2; in each the longest tiles of all heads come first.
       int const all_heads = p.batch * (p.heads / kPack), per_section = p.section * p.m_blocks;
 // ... as in the templates
+    int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
     t.last = (end_key(p, p.seqlen_kv, last_row) + kTileN - 1) / kTileN;
+    // A window that lies past the last key has no tiles.
+    t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
 // ... as in the templates
 CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
 // ... as in the templates
@@ -118,8 +121,11 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
 // ... as in the templates
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
+          *reinterpret_cast<float2*>(target.out + 8 * j + 2 * q) =
 // ... as in the templates
     for (int g = 0; g < kD / 32; ++g) {
+// ... as in the templates
+      int const column = 32 * g + 8 * q;
 // ... as in the templates
   static constexpr int kColumns = kD / 32;  // of O, that a lane has: 32 apart
 // ... as in the templates
@@ -206,13 +212,8 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
 // ... as in the templates
 struct kernel_golden {
 // ... as in the templates
-        Full::init(&s.v_full[i], 1);
-// ... as in the templates
         Empty::init(&s.tile_empty[i], 4 * kGroups + kProducerReturns);
 // ... as in the templates
-      if (threadIdx.x == 0) {
-        Producer producer;
-        for_each_tile<false>(p, s, [&](Tile const& t, Tile const&) { producer.load(p, s, t); });
       } else if (kPersistent && threadIdx.x == 32) {
 // ... as in the templates
   int64_t const rows = int64_t(p.batch) * p.heads * p.seqlen_q, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
@@ -246,6 +247,10 @@ struct kernel_golden {
   auto keys = [&](Matrices const& of) {
     return make_tma_copy(SM90_TMA_LOAD{},
                          global_tensor(of.data, p.seqlen_kv, of.row, p.head_dim, p.heads_kv, p.batch, of.head, of.batch),
+                         SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kD>>{}, _1{});
+  };
+  p.k = keys(p.key);
+  p.v = keys(p.value);
 // ... as in the templates
   p.partial_statistics = reinterpret_cast<float2*>(p.partial + partial_rows(n) * p.head_dim);
   int const heads = p.heads / kPack, all_heads = p.batch * heads;

@@ -19,7 +19,7 @@ from tuner.cli import main
 from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.families.block_scaled_gemm import rule as block_scaled
-from tuner.families.fused_attention import values_rule
+from tuner.families.fused_attention import values_rule, wide_rule
 from tuner.families.fused_attention_backward import rule as backward
 from tuner.families.grouped_gemm import rule as grouped
 from tuner.families.mla_decode import rule as latent
@@ -48,7 +48,7 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
     monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")
-    for rule in (backward, block_scaled, grouped, latent, values_rule):
+    for rule in (backward, block_scaled, grouped, latent, values_rule, wide_rule):
         monkeypatch.setattr(rule, "targets", lambda: ())
     for name, value in STATE.items():
         monkeypatch.setattr(Compiler, name, copy(value))

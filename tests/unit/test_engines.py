@@ -150,7 +150,7 @@ def test_experts_of_a_step() -> None:
         (replace(GEMMA2, attentions=(Attention(8, 4, 64, right=-1),)), "gemma2 does not decode"),
         (replace(GEMMA2, is_latent=True), "attention of latent keys, over which engines have"),
         (replace(GEMMA2, attentions=(), left_out=("attention with indices",)), "with indices"),
-        (replace(GEMMA2, attentions=(Attention(8, 4, 512),)), "D=512 has no tuned kernel"),
+        (replace(GEMMA2, attentions=(Attention(8, 4, 520),)), "D=520 has no tuned kernel"),
     ],
 )
 def test_attention_that_engines_do_not_compute_so(model: Model, message: str) -> None:

@@ -82,7 +82,7 @@ def test_defaults() -> None:
         ("attention", "S=0,D=64", "S=0", "1 to"),
         ("attention", "S=-1,D=64", "S=-1", "1 to"),
         ("attention", "S=1024,D=63", "D=63", "multiples of 8"),
-        ("attention", "S=1024,D=264", "D=264", "256"),
+        ("attention", "S=1024,D=520", "D=520", "512"),
         ("attention", "S=1024,D=64,Q=1", "'Q'", "HKV"),
         ("attention", "S=1024,S=512,D=64", "'S'", "twice"),
         ("attention", "S=1024,SQ=512,D=64", "S and SQ", "one of them"),

@@ -27,7 +27,10 @@ def launch_registers(warp_groups: int, blocks_per_sm: int) -> int:
     return min(255, 65536 // (threads * blocks_per_sm)) // 8 * 8
 
 
-_INSTANCE = [next(d for d in INSTANCES if d >= size) for size in range(INSTANCES[-1] + 1)]
+#: The same of heads whose columns of the output two warp groups share.
+WIDE_INSTANCES = (512,)
+_ALL = (*INSTANCES, *WIDE_INSTANCES)
+_INSTANCE = [next(d for d in _ALL if d >= size) for size in range(_ALL[-1] + 1)]
 
 
 def instance(head_dim: int) -> int:

@@ -26,6 +26,7 @@ from tuner.families.library_calls import LibraryCalls
 from tuner.families.schedules import Schedules
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.problem.attention import NARROW_HEAD_DIM
 
 SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
@@ -181,6 +182,10 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
     takes_value_dim: ClassVar[bool] = False
     """True when the family handles values of another width than keys; otherwise such problems are
     refused.
+    """
+    takes_wide_heads: ClassVar[bool] = False
+    """True when the family handles head dimensions above `NARROW_HEAD_DIM`; otherwise such problems
+    are refused.
     """
     is_fallback: ClassVar[bool] = False
     """True for a family that takes part only when it is named, or when no other own family serves
@@ -344,6 +349,8 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
             return ""
         if problem.value_dim and not self.takes_value_dim:
             return f"{self.name} takes no values of another width than keys (DV)"
+        if problem.is_wide and not self.takes_wide_heads:
+            return f"{self.name} takes no head dimension above {NARROW_HEAD_DIM}"
         if self.takes_extras:
             return ""
         if problem.dtype == E4M3:

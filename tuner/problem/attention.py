@@ -31,8 +31,10 @@ from tuner.problem.base import (
     check_extent,
 )
 
-#: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+"""Largest head dimension of fp16 and bf16: two warp groups share an output of 64 rows."""
+NARROW_HEAD_DIM = 256
+"""The same of e4m3 and of values of another width: one warp group holds 64 rows."""
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512
 """Columns of a row of DeepSeek's latent cache, and of its values."""
 LATENT_BLOCK = 128
@@ -206,9 +208,10 @@ class AttentionProblem(MaskedAttention):
                 f"D={self.head_dim} has no tuned kernel (allowed: multiples of 8 to "
                 f"{MAX_HEAD_DIM}, {LATENT_DIM} with DV={LATENT_VALUE_DIM})"
             )
-        if self.dtype == E4M3 and self.head_dim % 16:
+        if self.dtype == E4M3 and (self.head_dim % 16 or self.is_wide):
             raise ConfigError(
-                f"D={self.head_dim} has no e4m3 kernel (allowed: multiples of 16 to {MAX_HEAD_DIM})"
+                f"D={self.head_dim} has no e4m3 kernel "
+                f"(allowed: multiples of 16 to {NARROW_HEAD_DIM})"
             )
         if self.heads_q % self.heads_kv:
             raise ConfigError(
@@ -255,10 +258,12 @@ class AttentionProblem(MaskedAttention):
         check_extent("DV", self.value_dim, 0)
         if self.value_dim == self.head_dim:
             object.__setattr__(self, "value_dim", 0)
-        if self.value_dim % 8 or (self.value_dim > MAX_HEAD_DIM and not self.is_latent):
+        is_wide = max(self.value_dim, self.head_dim) > NARROW_HEAD_DIM and not self.is_latent
+        if self.value_dim % 8 or (self.value_dim and is_wide):
             raise ConfigError(
                 f"DV={self.value_dim} has no tuned kernel (allowed: multiples of 8 to "
-                f"{MAX_HEAD_DIM}, {LATENT_VALUE_DIM} with D={LATENT_DIM})"
+                f"{NARROW_HEAD_DIM} with D to {NARROW_HEAD_DIM}, {LATENT_VALUE_DIM} with "
+                f"D={LATENT_DIM})"
             )
         if self.is_latent and self.heads_kv != 1:
             raise ConfigError(f"HKV={self.heads_kv} with D={LATENT_DIM} (allowed: 1)")
@@ -330,6 +335,11 @@ class AttentionProblem(MaskedAttention):
             (self.modifiers, bool(self.modifiers)),
         )
         return [name for name, is_on in parts if is_on]
+
+    @property
+    def is_wide(self) -> bool:
+        """True if the head dimension is above `NARROW_HEAD_DIM`."""
+        return self.head_dim > NARROW_HEAD_DIM
 
     @property
     def is_latent(self) -> bool:

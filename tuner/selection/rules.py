@@ -24,10 +24,10 @@ def rule_of(problem: Problem) -> Rule | None:
     if isinstance(problem, GemmProblem) and problem.scales != "block":
         return None
     if isinstance(problem, AttentionProblem):
-        if not problem.value_dim:
+        if not (problem.value_dim or problem.is_wide):
             return None
-        latent, values = rules({problem.op})
-        return latent if problem.is_latent else values
+        latent, values, wide = rules({problem.op})
+        return latent if problem.is_latent else values if problem.value_dim else wide
     return next(rules({problem.op}), None)
 
 
@@ -52,6 +52,7 @@ def rules(operations: Collection[str] = OPERATIONS) -> Iterator[Rule]:
         from tuner.families.mla_decode import rule as latent_rule
 
         yield latent_rule
-        from tuner.families.fused_attention import values_rule
+        from tuner.families.fused_attention import values_rule, wide_rule
 
         yield values_rule
+        yield wide_rule

@@ -82,6 +82,7 @@ class FusedAttention(Family):
     proof_draws = "fused_attention.draws:AttentionDraw"
     capabilities = (HOPPER,)
     takes_value_dim = True
+    takes_wide_heads = True
     writes_lse = True
     cost_constants = cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})
@@ -90,6 +91,8 @@ class FusedAttention(Family):
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2, 3, 4),
         "key_groups": (2, 4),
+        "column_groups": (2,),
+        "cluster_rows": (2,),
         "tile_n": range(16, 257, 16),  # up to the N extent of one WGMMA
         "kv_stages": (1, 2, 3, 4, 5, 8),
         "score_buffers": (1, 2),
@@ -119,6 +122,7 @@ class FusedAttention(Family):
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "rescale", "turn_ends", "split_keys", "carries_parts"),
+            *("column_groups", "cluster_rows"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -128,8 +132,12 @@ class FusedAttention(Family):
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
-        if reason or not isinstance(problem, AttentionProblem) or not problem.value_dim:
+        if reason or not isinstance(problem, AttentionProblem):
             return reason
+        if problem.is_wide and (problem.modifiers or problem.has_sinks):
+            return f"{self.name} has no masks as operands and no sinks with D={problem.head_dim}"
+        if not problem.value_dim:
+            return ""
         is_wide = problem.is_latent or problem.value_dim > problem.head_dim
         if is_wide or problem.is_paged or problem.modifiers:
             return f"{self.name} has DV for values narrower than keys, without pages and masks"
@@ -329,7 +337,7 @@ class FusedAttention(Family):
         work = attention_launch(
             attention,
             gpu,
-            tile_m=WGMMA_M * groups,
+            tile_m=WGMMA_M * groups // config.get("column_groups", 1),
             tile_n=config["tile_n"],
             columns=instance(attention.head_dim),
             threads=WARP_GROUP * (groups + 1),

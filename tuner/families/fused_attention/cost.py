@@ -8,6 +8,7 @@ from math import ceil
 from typing import NamedTuple
 
 from tuner.config import Config
+from tuner.families.fused_attention import packing
 from tuner.hardware import EXP_PER_CLOCK_SM, TENSOR_FLOPS_PER_CLOCK_SM, WARP_GROUP, Gpu
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
 
@@ -152,7 +153,7 @@ def _rounds(
 ) -> _Rounds:
     """Blocks of the busiest multiprocessor, and the clocks of their steps."""
     sharing, packed = config.get("key_groups", 1), config.get("packed_heads", 1)
-    tile_m = 64 * config["warp_groups"] // sharing
+    tile_m = packing.tile_m(config.params)
     splits, sm_count = config["splits"], gpu.sm_count
     tiles = ceil(problem.seqlen_q * packed / tile_m)
     if splits > 1 and config["combine"] == "cluster":
@@ -224,7 +225,8 @@ def _step_clocks(
     """Clocks of one K/V tile in each of the blocks that share a multiprocessor."""
     tile_n, groups = config["tile_n"], config["warp_groups"]
     scores = 64 * tile_n
-    product = scores * 4 * head_tile / (TENSOR_FLOPS_PER_CLOCK_SM * problem.tensor_rate)
+    columns = 4 * head_tile / config.get("column_groups", 1)
+    product = scores * columns / (TENSOR_FLOPS_PER_CLOCK_SM * problem.tensor_rate)
     if config["q_in_registers"]:
         product *= 1 + constants["q_registers"]
     per_score = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]

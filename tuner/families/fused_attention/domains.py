@@ -82,7 +82,7 @@ class AttentionDomain(_Attention, Domain):
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
         is_e4m3 = problem.dtype == E4M3
-        if problem.value_dim or (is_e4m3 and not problem.is_paged):
+        if problem.value_dim or problem.is_wide or (is_e4m3 and not problem.is_paged):
             return None
         if problem.block_mask:
             width, has_softcap = instance(problem.head_dim), problem.softcap > 0

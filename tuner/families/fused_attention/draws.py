@@ -27,7 +27,7 @@ from tuner.families.trials import (
 )
 from tuner.hardware import Gpu
 from tuner.problem import DTYPE_BYTES, LAYOUTS, AttentionProblem
-from tuner.problem.attention import MAX_HEAD_DIM
+from tuner.problem.attention import MAX_HEAD_DIM, NARROW_HEAD_DIM
 from tuner.problem.attention_masks import BLOCK_AXES, Axes
 
 MAX_LSE_ROWS = 1 << 15
@@ -55,8 +55,9 @@ class AttentionDraw(SequenceDraw):
         heads_q, heads_kv = heads[0]
         usual = replace(target.problem, heads_q=heads_q, heads_kv=heads_kv)
         step = 16 // DTYPE_BYTES[target.problem.dtype]  # TMA's pitch
+        widest = MAX_HEAD_DIM if target.problem.is_wide else NARROW_HEAD_DIM
         self.axes = {
-            "head_dim": [d for d in range(step, MAX_HEAD_DIM + 1, step) if self._holds(d)],
+            "head_dim": [d for d in range(step, widest + 1, step) if self._holds(d)],
             "heads": heads,
             "batch": BATCHES,
             "seqlen_q": edges(queries),
@@ -71,7 +72,7 @@ class AttentionDraw(SequenceDraw):
             "with_lse": (False, True),
         }
         if target.problem.value_dim:
-            widths = range(step, MAX_HEAD_DIM + 1, step)
+            widths = range(step, NARROW_HEAD_DIM + 1, step)
             self.axes["value_dim"] = [v for v in widths if self._holds_values(v)]
         if target.problem.is_paged:  # the gate then fills lengths at the edges of pages, and zero
             self.axes = {

@@ -8,7 +8,13 @@ from itertools import product
 
 from tuner.config import Config, Value
 from tuner.families.attention_instances import instance
-from tuner.families.fused_attention.legality import MAX_CLUSTERED, may_skip, smem_bytes
+from tuner.families.chip_work import WGMMA_M
+from tuner.families.fused_attention.legality import (
+    BY_COLUMNS,
+    MAX_CLUSTERED,
+    may_skip,
+    smem_bytes,
+)
 from tuner.families.fused_attention.packing import packings, packs, tile_m
 from tuner.families.fused_attention.registers import spills
 from tuner.hardware import SMEM_PER_SM_BYTES, SMEM_RESERVED_PER_BLOCK_BYTES, Gpu
@@ -31,6 +37,9 @@ def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Confi
     - one warp group on an SM only if the tiles are at most as many as the SMs
     - wide tiles and several warp groups only where they have rows
     """
+    if problem.is_wide:
+        yield from _wide(name, problem, gpu)
+        return
     choices = packings(problem)
     rows = problem.seqlen_q * max(packed for packed, _ in choices)
     levers = product(SHAPES, _key_tiles(problem), (1, 2), choices, (False, True))
@@ -81,6 +90,25 @@ def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Confi
             for skipped in (None, kind) if kind else (None,):
                 config = Config(name, {**params, "skips_masked": skipped} if skipped else params)
                 yield from (config, *lazily(problem, config))
+
+
+def _wide(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
+    """The same of wide heads, whose two groups have columns of their own."""
+    for (packed, pads), stages, rows, pdl in product(
+        packings(problem), (4, 5), (1, 2), (False, True)
+    ):
+        tiles = -(-problem.seqlen_q * packed // WGMMA_M) * packs(problem, packed, pads)
+        optional = {
+            "cluster_rows": rows if rows > 1 else None,
+            "packed_heads": packed if problem.heads_q > problem.heads_kv else None,
+            "pads_heads": pads or None,
+        }
+        for splits, combine in _splits(problem, tiles, gpu):
+            if combine != "cluster":
+                params = {**optional, "combine": combine, "splits": splits, "pdl": pdl}
+                more = {key: value for key, value in params.items() if value is not None}
+                usual = {"column_groups": 2, "kv_stages": stages, "blocks_per_sm": 1}
+                yield Config(name, {**BY_COLUMNS, **usual, **more})
 
 
 def lazily(problem: AttentionProblem, config: Config) -> Iterator[Config]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.families.attention_instances import instance, launch_registers
 from tuner.families.fused_attention.packing import MAX_PACKED_E4M3, is_held, may_pad, tile_m
 from tuner.families.fused_attention.registers import WGMMA_OVERHEAD_REGISTERS
 from tuner.hardware import SMEM_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
+from tuner.problem.attention import NARROW_HEAD_DIM
 from tuner.problem.attention_masks import BLOCK_SIZE, PAGE_MULTIPLE
 
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
@@ -19,6 +20,14 @@ SPARSE_TILES = (32, 64, 128)
 PAGED_ONLY = ("box_rows", "whole_rows", "copy_warps", "stream_k")
 #: Head dimensions of which one copy brings whole rows: TMA would fill up others.
 WHOLE_ROWS = (128, 192, 256)
+#: What groups with columns of their own have, and parameters that they do not have.
+BY_COLUMNS: Mapping[str, Value] = {
+    **{"warp_groups": 2, "tile_n": 64, "score_buffers": 1, "early_exp": 0, "rescale": "lazy"},
+    **{"ping_pong": False, "q_in_registers": False, "persistent": False},
+}
+NOT_BY_COLUMNS = ("key_groups", "stages_output", "split_keys", "whole_rows", "copy_warps")
+#: Columns of a stage of their keys.
+PART_COLUMNS = 128
 #: Elements that strides of pages and heads are multiples of, where copies bring whole rows: a
 #: coordinate counts such steps, and 2^31 of them are 256 GiB.
 MIN_ROW_STEP = 64
@@ -50,6 +59,7 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     if ("early_exp" in config.params) != (buffers == 1):
         reasons.append("early_exp is for one score buffer, only")
     reasons += _sharing(problem, config)
+    reasons += _columns(problem, config)
     if "skips_masked" in config.params and not may_skip(problem, config.params):
         reasons.append(
             "skips_masked is for persistent blocks under a causal mask alone, with one score "
@@ -81,7 +91,8 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     smem = smem_bytes(problem, config)
     if smem > SMEM_PER_BLOCK_BYTES:
         reasons.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
-    widest = max(tile_n, instance(problem.value_width)) // 2
+    columns = instance(problem.value_width) // config.get("column_groups", 1)
+    widest = max(tile_n, columns) // 2
     launched = launch_registers(groups, blocks)
     if widest + WGMMA_OVERHEAD_REGISTERS > launched:
         reasons.append(
@@ -136,6 +147,25 @@ def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
                 "stages_output is not for variable lengths, paged caches or more than "
                 f"{MAX_STAGED} packed heads"
             )
+    return reasons
+
+
+def _columns(problem: AttentionProblem, config: Config) -> list[str]:
+    """Violations of `column_groups`, which wide heads need, and of `cluster_rows`."""
+    reasons, params = [], config.params
+    if ("column_groups" in params) != problem.is_wide:
+        reasons.append(f"column_groups is for D above {NARROW_HEAD_DIM}, only")
+    if "cluster_rows" in params and (
+        "column_groups" not in params or problem.is_paged or config["splits"] > 1
+    ):
+        reasons.append("cluster_rows is for column_groups without splits and pages")
+    if "column_groups" not in params:
+        return reasons
+    if any(config.get(name) != value for name, value in BY_COLUMNS.items()):
+        needed = ", ".join(f"{name}={value}" for name, value in BY_COLUMNS.items())
+        reasons.append(f"column_groups is for {needed}, only")
+    if any(name in params for name in NOT_BY_COLUMNS):
+        reasons.append(f"column_groups is not for {', '.join(NOT_BY_COLUMNS)}")
     return reasons
 
 
@@ -231,11 +261,18 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     - the output's tile with `stages_output`, and fp32 O with `carries_parts`
     - fp32 O, maxima and sums of all key groups but one
     - the barriers
+    - with `column_groups` parts of a tile of keys as stages, one tile of V, the probabilities of
+      two tiles, and statistics of their rows
     """
     wide, columns, rows_q = (
         *map(instance, (problem.head_dim, problem.value_width)),
         tile_m(config.params),
     )
+    if "column_groups" in config.params:
+        keys = config["tile_n"]
+        elements = (rows_q + keys) * wide + config["kv_stages"] * keys * PART_COLUMNS
+        elements += 2 * rows_q * keys
+        return int(elements * DTYPE_BYTES[problem.dtype] + 2 * BARRIER_BYTES)
     rings = 2 if problem.is_paged and problem.dtype == E4M3 else 1
     of_values = rings * columns
     elements = rows_q * wide + config["kv_stages"] * config["tile_n"] * (wide + of_values)

@@ -18,7 +18,8 @@ MAX_PACKED_E4M3 = 8
 
 def tile_m(params: Mapping[str, Value]) -> int:
     """Rows of Q a block works on at once."""
-    return 64 * int(params["warp_groups"]) // int(params.get("key_groups", 1))
+    sharing = int(params.get("key_groups", 1)) * int(params.get("column_groups", 1))
+    return 64 * int(params["warp_groups"]) // sharing
 
 
 def packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:

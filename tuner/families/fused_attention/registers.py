@@ -8,7 +8,8 @@ from tuner.config import Config
 from tuner.families.attention_instances import REGISTERS, instance
 from tuner.problem import DTYPE_BYTES, AttentionProblem
 
-#: The same of paged caches and block-sparse masks, whose producer has the places of its copies.
+#: The same of paged caches, block-sparse masks and wide heads, whose producer has the places of its
+#: copies.
 PAGED_REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     **REGISTERS,
     (1, 2): (56, 200),
@@ -51,14 +52,16 @@ def spills(problem: AttentionProblem, config: Config) -> bool:
     if (operand := problem.mask_operand) is not None:
         overhead += tile_n * DTYPE_BYTES[operand.dtype] // 8 + MASK_REGISTERS
     overhead += BLOCK_MASK_REGISTERS if problem.block_mask else 0
-    accumulators = buffers * tile_n // 2 + width * tile_n // 8 + instance(problem.value_width) // 2
+    columns = instance(problem.value_width) // int(config.get("column_groups", 1))
+    accumulators = buffers * tile_n // 2 + width * tile_n // 8 + columns // 2
     accumulators += width * head_dim // 8 if keeps_q else 0
     return bool(accumulators + overhead > consumer)
 
 
 def registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    table = PAGED_REGISTERS if problem.is_paged or problem.block_mask else REGISTERS
+    has_places = problem.is_paged or problem.block_mask or problem.is_wide
+    table = PAGED_REGISTERS if has_places else REGISTERS
     return table[config["warp_groups"], config["blocks_per_sm"]]
 
 

@@ -20,7 +20,7 @@ from tuner.families.target import Target
 from tuner.families.trials import Fact, Trial, edges, is_small, schedule_of, schedules
 from tuner.hardware import Gpu
 from tuner.problem import LAYOUTS, AttentionBackwardProblem
-from tuner.problem.attention import MAX_HEAD_DIM
+from tuner.problem.attention import NARROW_HEAD_DIM
 
 
 class BackwardDraw(SequenceDraw):
@@ -35,7 +35,7 @@ class BackwardDraw(SequenceDraw):
         sharing = sharing_groups(self._usual.head_dim)
         keys = GROUP_KEYS * int(target.config["warp_groups"]) // sharing
         self.axes = {
-            "head_dim": [d for d in range(8, MAX_HEAD_DIM + 1, 8) if self._holds(d)],
+            "head_dim": [d for d in range(8, NARROW_HEAD_DIM + 1, 8) if self._holds(d)],
             "heads": list(dict.fromkeys((*HEADS, *ratios))),
             "batch": BATCHES,
             "seqlen_q": edges(int(target.config["tile_m"])),

@@ -54,6 +54,7 @@ class MlaDecode(Family):
     op: ClassVar[str] = AttentionProblem.op
     capabilities = (HOPPER,)
     takes_value_dim = True
+    takes_wide_heads = True
     writes_lse = True
     proof_draws = "mla_decode.draws:LatentDraw"
     runtime_parameters = frozenset({"tile_overhead", "cut_overhead"})

@@ -40,6 +40,7 @@ class VendorCudnnPlans(ListedVendor):
     op: ClassVar[str] = AttentionProblem.op
     offered: ClassVar[tuple[str, ...]] = (KERNEL,)
     library: ClassVar[str] = "cudnn"
+    takes_wide_heads: ClassVar[bool] = True
     identity: ClassVar[tuple[str, ...]] = ("engine", "is_unified", "version")
     options: ClassVar[Mapping[str, Domain]] = {
         "engine": range(MAX_INTEGER + 1),

@@ -15,6 +15,7 @@ from tuner.families.base import Domain
 from tuner.families.peers import FAILURES, Vendor, installed, off_rows, rated_us
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
+from tuner.problem.attention import NARROW_HEAD_DIM
 
 #: kernel that torch carries -> its switch and its check of tensors in torch.backends.cuda, its
 #: operator, and the operator's arguments between tensors or bias and dropout: no log-sum-exp. In
@@ -82,6 +83,7 @@ class VendorSdpa(Vendor):
     name: ClassVar[str] = "vendor_sdpa"
     op: ClassVar[str] = AttentionProblem.op
     takes_value_dim = True
+    takes_wide_heads = True
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, *TILES)
     work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
@@ -109,6 +111,8 @@ class VendorSdpa(Vendor):
             return f"{kernel} takes a factor a KV head of {E4M3}: H and HKV must be equal"
         if problem.value_dim and (problem.is_latent or kernel not in _OF_ANY_VALUES):
             return f"{kernel} is not called with values of another width than keys"
+        if problem.is_wide and not problem.is_latent and kernel not in ("efficient", "naive"):
+            return f"{kernel} has no head dimension above {NARROW_HEAD_DIM}"
         if problem.is_paged:
             return "" if kernel == SERVING else f"{kernel} is not called with paged caches"
         if problem.is_varlen and kernel not in ("flash2", SERVING):

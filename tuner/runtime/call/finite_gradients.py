@@ -14,14 +14,13 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from tuner.families.peers.sdpa_backward import may_be_nan
+from tuner.problem.attention import NARROW_HEAD_DIM
 from tuner.runtime.call import handed_over
 
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION.value)
 #: Columns that a masked row of the memory-efficient kernel is padded to, and rows that its
 #: log-sum-exp is padded to.
 _MASK_COLUMNS, _LSE_ROWS = 16, 32
-#: Largest head dimension of the fused kernels.
-_MAX_HEAD_DIM = 256
 
 
 def is_needed(
@@ -60,7 +59,7 @@ def is_needed(
         return False  # a `CausalBias`, which chooses for itself
     if torch.compiler.is_compiling():
         head_dim = query.shape[3]
-        is_fused = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and handed_over.has_cudnn()
+        is_fused = head_dim % 8 == 0 and head_dim <= NARROW_HEAD_DIM and handed_over.has_cudnn()
         return is_fused and all(t.stride(3) == 1 for t in tensors)
     if 0 in (*query.shape, *key.shape):
         return False  # the choice divides by the number of heads

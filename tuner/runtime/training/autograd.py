@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.families.peers.sdpa_backward import may_be_nan
+from tuner.problem.attention import NARROW_HEAD_DIM
 from tuner.runtime.attention.composed import (
     Attended,
     BackwardInputs,
@@ -56,7 +57,7 @@ def has_backward(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> boo
     """
     head_dim = query.shape[-1]
     square = query.shape[-2] == key.shape[-2]
-    return head_dim <= 256 and head_dim % 8 == 0 and (square or not is_causal)
+    return head_dim <= NARROW_HEAD_DIM and head_dim % 8 == 0 and (square or not is_causal)
 
 
 def has_much_work(
