@@ -4,35 +4,36 @@ A problem's own results never reach its search. The cost models are fitted again
 `model` learns from the recordings of other problems. A seed decides the sampler's draws, and draws
 each timing anew from its recorded deviation.
 
-Two things are replayed:
+Three things are replayed:
 
 - each sampler, a group at a time: the recorded time of the candidate that looks best after so many
   compiles, over the recorded best, less 1
 - a sweep's search on simulated cores and one simulated GPU, by effort and by the price of a second
-  of waiting. A group compiles for its recorded seconds, else for a duration drawn from those of its
-  family. The loss is that of the final pass's choice
+  of waiting. A group alone compiles for its recorded seconds, else for a duration drawn from those
+  of its family. The loss is that of the final pass's choice
+- what the surrogate expects all groups without a result to save, and what the best of them saves
 """
 
 from __future__ import annotations
 
 import copy
-import heapq
 import math
 import random
 import statistics
 from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row
 from benchmarks.rows import markdown
+from benchmarks.search_machine import Compilers
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.base import Family, group_by_kernels, without_fallbacks
+from tuner.families.base import Family, KernelSpec, group_by_kernels, without_fallbacks
 from tuner.measurement import Measurement
 from tuner.runners import recording_archive
 from tuner.runners.recording import Recording, read
@@ -40,7 +41,7 @@ from tuner.search import ranking
 from tuner.search.family_search import FamilySearch
 from tuner.search.fits import cost_fit
 from tuner.search.fits.cost_fit import CostFits
-from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping, queued
+from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping
 from tuner.search.study import DEFAULT_TRIALS, EFFORTS, Place, Search, sampler_name
 
 COMPILED = (1, 2, 4, 8, 12, 16, 40)
@@ -259,12 +260,6 @@ class Simulation:
     cores: int
     effort: str = EFFORT
     price: float | None = None
-    now: float = 0.0
-    gpu_free: float = 0.0
-    core_free: list[float] = field(default_factory=list)
-    compiles: dict[Place, tuple[float, float]] = field(default_factory=dict)
-    """Begin and end of each group that was asked for."""
-    queue: list[tuple[float, int, Place, list[Config]]] = field(default_factory=list)
 
     def run(self) -> tuple[float, float]:
         """Search until nothing is waited for: seconds, and the loss of the final pass's choice."""
@@ -275,33 +270,33 @@ class Simulation:
         times = CompileTimes(case.history)
         price = effort.price if self.price is None else self.price
         stopping = Stopping(search, price, effort.target_s)
-        self.core_free = [0.0] * self.cores
+        compilers = Compilers(self.cores, _Seconds(self._seconds))
+        asked: dict[Place, list[Config]] = {}
+        ready: list[tuple[float, Place]] = []
         seen: list[Measurement] = []
+        now = 0.0
         while True:
             while search.pending < search.at_once and (group := search.ask()) is not None:
-                self._submit(group)
-            if not self.queue or self._is_over(times, stopping):
-                return self.now, case.loss(seen)
-            if self.queue[0][0] > self.now + POLL_S:
-                self.now += POLL_S
-                continue
-            ready, _, place, group = heapq.heappop(self.queue)
-            self.gpu_free = max(self.gpu_free, ready) + TIMING_S * len(group)
-            self.now = max(self.now, self.gpu_free)
-            told = case.timed_again(group, rng)
-            begin, end = self.compiles[place]
-            times.observe([told[0].but(compile_cpu_s=end - begin)])
-            search.tell(told)
-            seen += told
-
-    def _submit(self, group: list[Config]) -> None:
-        place = group[0].family, self.case.digest(group[0])
-        if place not in self.compiles:
-            begin = max(self.now, heapq.heappop(self.core_free))
-            self.compiles[place] = begin, begin + self._seconds(place)
-            heapq.heappush(self.core_free, self.compiles[place][1])
-        ready = max(self.now, self.compiles[place][1])
-        heapq.heappush(self.queue, (ready, len(self.compiles), place, group))
+                place = group[0].family, case.digest(group[0])
+                asked[place] = group
+                if place in compilers.compiled:
+                    ready.append((now, place))
+                else:
+                    compilers.submit(place, _spec(case, group[0]))
+            if not ready:
+                left_s = compilers.left_s(times)
+                if not asked or stopping.is_over(left_s, now):
+                    return now, case.loss(seen)
+                now = min(max(now, compilers.next_end), now + POLL_S)
+            else:
+                _, place = ready.pop(0)
+                group = asked.pop(place)
+                now += TIMING_S * len(group)
+                told = case.timed_again(group, rng)
+                times.observe([told[0].but(compile_cpu_s=compilers.compiled[place])])
+                search.tell(told)
+                seen += told
+            ready += compilers.until(now)
 
     def _seconds(self, place: Place) -> float:
         """Recorded of the group, else drawn; equal for every price."""
@@ -313,23 +308,45 @@ class Simulation:
         durations = self.durations.get(family) or [FALLBACK_S]
         return random.Random(f"{self.seed} {digest}").choice(durations)
 
-    def _is_over(self, times: CompileTimes, stopping: Stopping) -> bool:
-        """The rule, by what a sweep knows: when each compile began, never when it ends. What is
-        compiled is always timed.
-        """
-        running, waiting = [], []
-        left: dict[Place, float] = {}
-        for _, _, place, _ in sorted(self.queue, key=lambda one: one[1]):
-            begin, end = self.compiles[place]
-            if end <= self.now:
-                return False
-            if begin <= self.now:
-                left[place] = times.left_s(place[0], self.now - begin)
-                running.append(left[place])
-            else:
-                waiting.append(place)
-        ends = queued(running, [times.left_s(place[0]) for place in waiting])
-        return stopping.is_over(left | dict(zip(waiting, ends, strict=True)), self.now)
+
+class _Seconds(dict[Place, float]):
+    """Seconds of a place, asked for once."""
+
+    def __init__(self, seconds: Callable[[Place], float]) -> None:
+        super().__init__()
+        self._of = seconds
+
+    def __missing__(self, place: Place) -> float:
+        return self.setdefault(place, self._of(place))
+
+
+def _spec(case: Replayed, config: Config) -> KernelSpec:
+    """The first kernel of a config."""
+    return next(iter(case.families[config.family].kernels(case.problem, config).values()))
+
+
+def promises(case: Replayed, seed: int) -> list[tuple[int, float, float]]:
+    """Number of results, expected saving and true saving after each result of a search.
+
+    The first is the share of the time that the surrogate expects all other groups to save. The
+    second is what the best of them saves beside a final pass's choice.
+
+    Args:
+        case: the problem.
+        seed: seed of the timings' noise.
+    """
+    rng, search = random.Random(seed), case.search("model", seed, COMPILED[-1])
+    seen: list[Measurement] = []
+    steps: dict[int, tuple[int, float, float]] = {}
+    while (group := search.ask()) is not None:
+        told = case.timed_again(group, rng)
+        search.tell(told)
+        seen += told
+        results = sum(member.finished for member in search.members)
+        if results and (saving := search.expected_saving()) is not None:
+            came = 1 - 1 / (1 + case.loss(seen))
+            steps.setdefault(results, (results, round(saving.promised, 5), round(came, 5)))
+    return list(steps.values())
 
 
 @cache
@@ -369,6 +386,7 @@ def measure(case: Recorded, args: Namespace) -> Row:
             for effort in EFFORTS
             for cores in SIMULATED_CORES
         },
+        "promises": [promises(replayed, seed) for seed in range(args.times)],
         "prices": {str(price): ends(price=price, cores=SIMULATED_CORES[-1]) for price in PRICES},
     }
 

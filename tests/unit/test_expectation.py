@@ -14,7 +14,7 @@ from tuner.errors import StoreError
 from tuner.runners.base import Runner
 from tuner.runners.replay import ReplayRunner
 from tuner.search import expectation, history
-from tuner.search.expectation import Expectation
+from tuner.search.expectation import Credit, Expectation
 from tuner.search.study import EFFORTS
 from tuner.store import Store, open_store
 from tuner.tuning.outcome import Outcome
@@ -22,6 +22,7 @@ from tuner.tuning.progress import Watcher
 from tuner.tuning.sweep import Sweep, SweepOptions
 
 FOUR = Expectation("gemm", "quick", 4, 5, 200.0, 300.0, 0.001, 0.02)
+CREDITS = (Credit(1, 0.5, 0.8, 30), Credit(5, 0.25, 0.5, 30))
 SIXTEEN = Expectation("gemm", "quick", 16, 5, 50.0, 70.0, 0.001, 0.02)
 
 
@@ -35,6 +36,7 @@ def store() -> Iterator[Store]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(history, "_shipped", lambda *_: ())
     monkeypatch.setattr(expectation, "shipped", lambda: (SIXTEEN, FOUR))
+    monkeypatch.setattr(expectation, "credits", lambda: CREDITS)
     return Clock(monkeypatch)
 
 
@@ -72,7 +74,9 @@ def test_a_sweep_says_it_first_and_what_it_was_last(store: Store, clock: Clock) 
     text = " ".join(outcome_text(outcome, "store").split())
     assert f"{outcome.given_up} sets not waited for" in text and outcome.given_up
     assert outcome.expected_loss is not None
-    assert f"the sets left would save {100 * outcome.expected_loss:.1f} %" in text
+    assert outcome.expected_loss_p90 == pytest.approx(2 * outcome.expected_loss)
+    told_loss = f"{100 * outcome.expected_loss:.1f} %, {200 * outcome.expected_loss:.1f} %"
+    assert f"the sets left are expected to save {told_loss} in one of ten" in text
 
 
 @pytest.mark.parametrize("options", [{"trials": 9}, {"time_limit_s": 60}, {"sampler": "cost"}])

@@ -21,6 +21,7 @@ from tuner.families.fused_attention_backward.rule import COSTS, work
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.problem import AttentionBackwardProblem, GemmProblem, GroupedGemmProblem
 from tuner.search import expectation
+from tuner.search.expectation import Credit
 from tuner.search.fits import (
     FITS,
     backward_fit,
@@ -318,24 +319,53 @@ class TestRates:
             assert len(set(rule.kernels)) == len(set(rule.kernels.values()))
 
 
+def clear() -> None:
+    """Forget what was read of the expectations' file."""
+    expectation.shipped.cache_clear()
+    expectation.credits.cache_clear()
+
+
 class TestStopping:
     def test_expectations_are_stored_as_they_ship(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(expectation, "file", lambda: tmp_path / "effort" / "expected.json")
-        expectation.shipped.cache_clear()
+        clear()
         rows = tmp_path / "rows.jsonl"
         searches = [[[30.0, 0.0], [40.0, 0.02]], [[50.0, 0.01], [60.0, 0.0]]]
         lines = [{"group": "gemm", "searches": {"quick 4": ends}} for ends in searches]
         rows.write_text("\n".join(map(json.dumps, [{}, *lines])) + "\n")
         assert cli.main(["fit", "stopping", str(rows), "--write"]) == 0
         assert f"wrote {tmp_path}" in capsys.readouterr().out
-        expectation.shipped.cache_clear()
+        clear()
         (found,) = expectation.shipped()
-        expectation.shipped.cache_clear()
+        clear()
         assert (found.op, found.effort, found.cores, found.recordings) == ("gemm", "quick", 4, 2)
         assert (found.seconds, found.seconds_p90) == (45.0, 60.0)
         assert (found.loss, found.loss_p90) == (0.005, 0.02)
+
+    def test_credits_are_what_came_of_what_was_expected(self) -> None:
+        """Each search has a promise after 1, 2 and 9 results; one is below the noise."""
+        rows = [[[1, 0.1, 0.02], [2, 0.05, 0.05], [9, 0.0001, 0.0]], [[1, 0.3, 0.02], [9, 0.02, 0]]]
+        promises = [[(int(n), expected, came) for n, expected, came in row] for row in rows]
+        first, second, last = (stopping_fit._credit(promises, n, n + 1) for n in (1, 2, 9))
+        assert first == Credit(1, 0.1, 0.2, 2)
+        assert second == Credit(2, 1.0, 1.0, 1)
+        assert last == Credit(9, 0.0, 0.0, 1)
+        assert stopping_fit._credit(promises, 3, 9) is None
+
+    def test_the_credit_is_that_of_as_many_results(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        few, many = Credit(1, 0.5, 0.8, 9), Credit(5, 0.1, 0.2, 9)
+        monkeypatch.setattr(expectation, "credits", lambda: (many, few))
+        found = [expectation.credit(results) for results in (1, 4, 5, 99)]
+        assert found == [few, few, many, many]
+        assert expectation.credit(0).share == 1.0
+
+    def test_credits_ship_and_are_below_one(self) -> None:
+        """After the first groups far less comes than a surrogate expects."""
+        assert [one.results for one in expectation.credits()][:4] == [1, 2, 3, 5]
+        assert all(one.searches > 20 for one in expectation.credits())
+        assert 0 < expectation.credit(8).share < expectation.credit(1).share < 0.5
 
     def test_rows_without_searches_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="no simulated search"):

@@ -197,7 +197,8 @@ class TestRevalidate:
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            "tuner.tuning.revalidate.portfolio.promising", lambda problem, gpu: iter(OWN)
+            "tuner.tuning.revalidate.portfolio.promising",
+            lambda problem, gpu: ((10.0, config) for config in OWN),
         )
         entry = decide(store, measured(OWN[1], 12.0))
         runner = runner_of({})

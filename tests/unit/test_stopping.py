@@ -12,9 +12,16 @@ from toys import GEMM, Toy, latency, ok
 
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
+from tuner.search import expectation
+from tuner.search.expectation import Credit
 from tuner.search.family_search import LEADING, FamilySearch
 from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping, queued
 from tuner.search.study import EFFORTS, Search
+
+
+@pytest.fixture(autouse=True)
+def whole_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expectation, "credits", lambda: ())
 
 
 def searched(sampler: str = "model", measured: int = 3) -> Search:
@@ -95,13 +102,23 @@ class TestRule:
         self, elapsed_s: float, wait_s: float, waits: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         search, begun = searched(measured=LEADING), searched(measured=LEADING - 1)
-        assert not search.members[0].leads and begun.members[0].leads
+        assert not search.leads and begun.leads
         for one in (search, begun):
             monkeypatch.setattr(one, "joint_gains", lambda places: [0.039] * len(places))
         quick = Stopping(search, 0.001, target_s=50.0)
         assert quick.is_over(self.left(search, wait_s), elapsed_s) is not waits
         quick = Stopping(begun, 0.001, target_s=50.0)
         assert quick.is_over(self.left(begun, wait_s), elapsed_s) is (wait_s == 40.0)
+
+    def test_of_a_gain_after_the_first_groups_the_recorded_part_counts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        search, begun = searched(measured=LEADING), searched(measured=LEADING - 1)
+        monkeypatch.setattr(expectation, "credits", lambda: (Credit(5, 0.1, 0.2, 9),))
+        for one, waits in ((search, False), (begun, True)):
+            monkeypatch.setattr(one, "joint_gains", lambda places: [0.05] * len(places))
+            assert Stopping(one, 0.001).is_over(self.left(one, 10.0)) is not waits
+        assert not Stopping(search, 0.001).is_over(self.left(search, 4.0))
 
     def test_a_quick_search_has_a_target_and_a_full_one_waits(self) -> None:
         assert EFFORTS["quick"].target_s == 55.0

@@ -17,15 +17,21 @@ from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem
-from tuner.search import samplers
+from tuner.search import expectation, samplers
 from tuner.search import study as module
+from tuner.search.expectation import Credit
 from tuner.search.family_search import LEADING, FamilySearch
 from tuner.search.samplers import ABSENT, KERNEL, STARTUP, ModelSampler, choices_of
-from tuner.search.study import NEEDED, SAMPLERS, Search, sampler_name
+from tuner.search.study import NEEDED, SAMPLERS, TOGETHER, Search, sampler_name
 from tuner.search.surrogate import Surrogate, features_of
 
 PROBLEM = GemmProblem(512, 512, 512)
 REGIME = Regime.default("gemm")
+
+
+@pytest.fixture(autouse=True)
+def whole_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expectation, "credits", lambda: ())
 
 
 class Toy(Family):
@@ -95,6 +101,7 @@ def member(
     seed: int = 0,
     problem: Problem = PROBLEM,
     history: Sequence[Measurement] = (),
+    expected_us: Mapping[Config, float] | None = None,
 ) -> FamilySearch:
     space = family.space(problem, DEFAULT_GPU)
     return FamilySearch(
@@ -106,6 +113,7 @@ def member(
         sampler=sampler,
         seed=seed,
         history=history,
+        expected_us=expected_us,
     )
 
 
@@ -364,12 +372,46 @@ def test_model_begins_with_the_least_expected_times_and_spreads_what_follows() -
     assert kinds < {group[0]["n"] for group in first}, "not all of the same kind"
 
 
-@pytest.mark.parametrize(("total", "count"), [(40, 16), (20, 10), (12, 8)])
+@pytest.mark.parametrize(("total", "count"), [(40, 8), (20, 8), (12, 6)])
 def test_model_compiles_ahead_what_is_asked_before_any_result(total: int, count: int) -> None:
     search = Search([member(Toy(), sampler="model")], total=total, seeds=8, min_gain=1e-9)
     first = search.first_groups()
-    assert len(first) == count and count <= max(8, search.at_once)
+    assert len(first) == count == search.at_once
     assert [search.ask() for _ in range(count)] == first
+
+
+def test_further_groups_are_begun_several_together() -> None:
+    search = Search([member(Toy(), sampler="model")], total=40, seeds=8, min_gain=1e-9)
+    groups = [search.ask() for _ in range(LEADING)]
+    for count, group in enumerate(groups, 1):
+        assert group is not None
+        search.tell(measure(group))
+        later = [search.ask() for _ in range(TOGETHER)]
+        assert all(later) if count % TOGETHER == 0 else not any(later)
+
+
+def test_of_the_gain_of_further_groups_the_recorded_part_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Surrogate, "gains", lambda self, keys, *_: dict.fromkeys(keys, 0.05))
+    for share, goes_on in ((0.1, True), (0.01, False)):
+        monkeypatch.setattr(expectation, "credits", lambda s=share: (Credit(1, s, s, 9),))
+        search = Search([member(Toy(), sampler="model")], total=40, seeds=8, min_gain=0.002)
+        groups = [search.ask() for _ in range(LEADING)]
+        for group in groups:
+            assert group is not None
+            search.tell(measure(group))
+        assert (search.ask() is not None) is goes_on
+
+
+def test_a_portfolio_s_rates_lead() -> None:
+    """They are not measured times: the estimate of 12 us counts, too."""
+    toy = member(Toy(), sampler="model")
+    key = next(key for key, (first, *_) in toy.groups.items() if first["m"] == 256)
+    taught = member(Toy(), sampler="model", expected_us={toy.groups[key][1]: 9.0})
+    assert taught.open.index(key) < toy.open.index(key) - LEADING
+    assert taught.surrogate is not None
+    assert math.log(9.0) < taught.surrogate.mean(key) < math.log(10.0)
 
 
 def test_model_leads_with_the_best_of_all_families() -> None:

@@ -21,7 +21,7 @@ from tuner.errors import NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
-from tuner.search import history
+from tuner.search import expectation, history
 from tuner.search.storage import open_storage
 from tuner.search.study import EFFORTS
 from tuner.store import Store, open_store
@@ -55,11 +55,13 @@ def store() -> Iterator[Store]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(history, "_shipped", lambda *_: ())
+    monkeypatch.setattr(expectation, "credits", lambda: ())
     return Clock(monkeypatch)
 
 
 def portfolio(monkeypatch: pytest.MonkeyPatch, *configs: Config) -> None:
-    monkeypatch.setattr(competition, "promising", lambda problem, gpu: iter(configs))
+    timed = [(20.0 + place, config) for place, config in enumerate(configs)]
+    monkeypatch.setattr(competition, "promising", lambda problem, gpu: iter(timed))
 
 
 def swept(
@@ -70,8 +72,8 @@ def swept(
 
 
 def slow_tail(config: Config) -> float:
-    """Large tiles, none of which is among the best, compile for a quarter of an hour."""
-    return 900.0 if config["m"] == 256 else 20.0
+    """Deep small tiles, none of which is among the best, compile for a quarter of an hour."""
+    return 900.0 if config["k"] == 64 and config["n"] < 256 else 20.0
 
 
 class TestStragglers:
@@ -79,8 +81,8 @@ class TestStragglers:
         runner = TimedRunner(recording(), clock, slow_tail)
         made = swept(runner, store)
         outcome = made.run()
-        assert clock.now < 120
-        assert {config["m"] for config in runner.abandoned} == {256}
+        assert clock.now < 200
+        assert {config["k"] for config in runner.abandoned} == {64}
         assert outcome.given_up == len(runner.abandoned) > 0
         assert not outcome.interrupted
         assert outcome.ranking[0].latency_us == pytest.approx(10.0, rel=0.06)
@@ -123,7 +125,7 @@ class TestStragglers:
         left = [t for t in trials if t.user_attrs.get("reason") == GIVEN_UP]
         assert len(left) == outcome.given_up > 0
         assert {t.state for t in left} == {TrialState.FAIL}
-        assert {t.params["m"] for t in left} == {256}
+        assert {t.params["k"] for t in left} == {64}
         assert {t.user_attrs["provenance"] for t in trials} == {"measured"}
 
 
@@ -151,7 +153,7 @@ class TestCompiledKernels:
         made = swept(runner, store, trials=2)
         made.run()
         (member,) = (m for m in made.competition.members.values() if m.family.name == "toy")
-        assert (member.extra, member.finished) == ({}, 2)
+        assert (member.extra, member.finished) == (set(), 2)
 
     def test_an_interrupted_sweep_goes_on_with_its_whole_budget(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -394,6 +396,23 @@ class TestFirstAnswer:
         assert outcome.first_answer_s is not None and outcome.first_answer_s < 15
         assert runner.events[0][1] == "timed toy", "before the vendors' kernels"
         assert outcome.kernels <= len({Toy().compile_digest(c) for c in space})
+
+    def test_what_is_not_compiled_is_compiled_first(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        recorded, space = recording(), Toy().space(GEMM, DEFAULT_GPU)
+        monkeypatch.setattr(Toy, "space", lambda *_: [c for c in space if c["m"] != GOOD["m"]])
+        portfolio(monkeypatch, GOOD)
+        prefetched: list[Config] = []
+
+        class Noting(TimedRunner):
+            def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
+                prefetched.extend(config for group in groups for config in group)
+                super().prefetch(problem, groups)
+
+        outcome = swept(Noting(recorded, clock, lambda config: 25.0), store).run()
+        assert prefetched[0] == GOOD
+        assert GOOD in [m.config for m in outcome.ranking]
 
     def test_the_current_decision_is_timed_first_though_the_space_leaves_it_out(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch

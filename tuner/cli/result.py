@@ -71,8 +71,10 @@ def _effort_text(outcome: Outcome) -> str:
     minutes, seconds = divmod(round(outcome.elapsed_s), 60)
     resumed = f", {outcome.resumed} sets known before" if outcome.resumed else ""
     given_up = f", {outcome.given_up} sets not waited for" if outcome.given_up else ""
-    loss = outcome.expected_loss
-    saves = "" if loss is None else f"; by the estimate the sets left would save {100 * loss:.1f} %"
+    loss, saves = outcome.expected_loss, ""
+    if loss is not None and outcome.expected_loss_p90 is not None:
+        saves = f"; the sets left are expected to save {100 * loss:.1f} %, "
+        saves += f"{100 * outcome.expected_loss_p90:.1f} % in one of ten"
     first = outcome.first_answer_s
     answered = "" if first is None else f", the first answer after {first:.0f} s"
     own_s = outcome.first_own_s

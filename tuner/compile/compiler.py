@@ -37,6 +37,7 @@ from tuner.compile.units import (
     Underway,
     Unit,
     shared,
+    unit_size,
 )
 from tuner.config import Config
 from tuner.errors import CompileError, StoreError, TunerError
@@ -350,10 +351,7 @@ class Compiler:
             if fixed is None:
                 # Both halves of a unit compile at once, so half as many units keep all cores busy.
                 idle = max(1, self.jobs // 2 - len(self._units))
-                least = first.spec.together
-                size = min(self.batch, max(least, -(-len(self._pending) // idle)))
-                if first.is_first and len(self._pending) <= least * (idle - 1):
-                    size = 1  # the answer comes sooner, and the others have cores
+                size = unit_size(first, len(self._pending), idle, self.batch)
                 alike.sort(key=lambda job: -shared(first.spec, job.spec))
                 alike = alike[:size]
             unit = Unit([first] if first.alone else alike)

@@ -56,6 +56,21 @@ def fixed_units(specs: Iterable[KernelSpec], size: int) -> list[list[KernelSpec]
     return units
 
 
+def unit_size(first: KernelJob, waiting: int, idle: int, most: int) -> int:
+    """Number of kernels of the next unit.
+
+    Args:
+        first: its first kernel.
+        waiting: number of kernels that wait.
+        idle: number of units that may be begun, at least one.
+        most: largest size.
+    """
+    least = first.spec.together
+    if first.is_first and waiting <= least * (idle - 1):
+        return 1  # the answer comes sooner, and the others have cores
+    return min(most, max(least, -(-waiting // idle)))
+
+
 @dataclass(frozen=True)
 class Underway:
     """Kernel that is being built."""

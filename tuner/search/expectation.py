@@ -1,16 +1,18 @@
-"""Expected time and loss of a search, by operation, effort and cores, from recordings.
+"""Expected time and loss of a search, by operation, effort and cores, from recordings; and the
+part of a surrogate's expected saving that came.
 
 `tuner develop fit stopping` takes the times and losses of simulated searches over the recorded
-problems (`scripts/bench search`), and stores them as ``cache/effort/expected.json``.
+problems (`scripts/bench search`), and what the surrogate expected in them. It stores both as
+``cache/effort/expected.json``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from tuner.base import document, resources
 from tuner.errors import StoreError
@@ -51,6 +53,37 @@ class Expectation:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Credit:
+    """Part of the saving that a surrogate expects of all groups without a result which came in
+    recorded searches.
+    """
+
+    results: int
+    """Least number of groups with a result."""
+    share: float
+    """Savings that came over those expected, both summed."""
+    share_p90: float
+    """The same of one search, in one of ten."""
+    searches: int
+    """Number of searches."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object of the fields."""
+        return asdict(self)
+
+
+class Saving(NamedTuple):
+    """Share of the best time that the groups without a result are expected to save."""
+
+    promised: float
+    """By the surrogate."""
+    mean: float
+    """Part of it that came in recorded searches."""
+    p90: float
+    """Part that came in one search of ten."""
+
+
 def file() -> Path:
     """File in which the expectations ship."""
     return resources.cache() / "effort" / "expected.json"
@@ -63,17 +96,37 @@ def shipped() -> tuple[Expectation, ...]:
     Raises:
         StoreError: when the file is damaged.
     """
+    return _read(Expectation, "expected")
+
+
+@cache
+def credits() -> tuple[Credit, ...]:
+    """Every credit that ships, by the number of results.
+
+    Raises:
+        StoreError: when the file is damaged.
+    """
+    return _read(Credit, "credits")
+
+
+def credit(results: int) -> Credit:
+    """Credit of a search with so many results; all comes where none was recorded."""
+    whole = Credit(0, 1.0, 1.0, 0)
+    fitting = (one for one in credits() if one.results <= results)
+    return max(fitting, default=whole, key=attrgetter("results"))
+
+
+_Row = TypeVar("_Row", Expectation, Credit)
+
+
+def _read(kind: type[_Row], part: str) -> tuple[_Row, ...]:
     try:
-        data = document.parse(file().read_bytes())
-        return tuple(_read(row) for row in data["expected"])
+        rows = document.parse(file().read_bytes())[part]
+        return tuple(kind(**document.checked(kind, row)) for row in rows)
     except FileNotFoundError:
         return ()
     except (OSError, LookupError, TypeError, ValueError) as exc:
         raise StoreError(f"{file()} cannot be read: {exc}") from exc
-
-
-def _read(row: Mapping[str, Any]) -> Expectation:
-    return Expectation(**document.checked(Expectation, row))
 
 
 def expected(op: str, effort: str, cores: int) -> Expectation | None:

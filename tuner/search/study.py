@@ -30,6 +30,7 @@ from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
+from tuner.search.expectation import Credit, Saving, credit
 from tuner.search.family_search import LEADING, FamilySearch
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ Place = tuple[str, str]
 SAMPLERS = ("model", "tpe", "gp", "cmaes", "cost", "random")
 NEEDED = {"gp": ("torch", "scipy"), "cmaes": ("cmaes",)}
 """Packages that Optuna's samplers need."""
+TOGETHER = 4
+"""Groups that are begun together after the first ones: they share the compiler's units."""
 COMPILED_GAIN, COMPILED_AT_ONCE = 0.0002, 2
 """Share of the time that a group of compiled kernels must be expected to save, and most of them in
 flight. To check and time one takes a fifth of a second, at the price of a second of `quick`."""
@@ -216,6 +219,10 @@ class Search:
     """Share of the time that a group must be expected to save; below it `model` ends."""
     told: int = field(default=0, init=False)
     """Number of trials that came from the store."""
+    _leading: set[Place] = field(default_factory=set, init=False)
+    """The first `LEADING` groups that were begun within the budget."""
+    _asks: bool = field(default=True, init=False)
+    """False until there is room for `TOGETHER` groups again."""
 
     @property
     def spent(self) -> int:
@@ -245,11 +252,26 @@ class Search:
     def at_once(self) -> int:
         """Most groups in flight: all of them if all will be measured, else half of the budget.
 
-        The other half is then chosen with results.
+        No more than the first ones if the expected gain decides about further groups.
         """
         groups = sum(len(member.groups) for member in self.members)
         is_enumerated = groups <= self.total and not self.min_gain
-        return max(1, groups if is_enumerated else math.ceil(self.total / 2))
+        half = max(1, groups if is_enumerated else math.ceil(self.total / 2))
+        return min(half, LEADING) if self.min_gain and self.is_modelled else half
+
+    @property
+    def leads(self) -> bool:
+        """True while one of the first `LEADING` groups has no result."""
+        return any(
+            (member.family.name, key) in self._leading
+            for member in self.members
+            for key in member.pending
+        )
+
+    @property
+    def credit(self) -> Credit:
+        """Share of an expected gain that came in recorded searches with as many results."""
+        return credit(sum(member.finished for member in self.members))
 
     def ask(self) -> list[Config] | None:
         """Configs to measure next: a new group's, or the other variants of a group near the best.
@@ -263,8 +285,19 @@ class Search:
             return None
         if any(member.surrogate is None for member in self.members):
             return self._ask_in_turn()
-        pick = self._offered({})
-        return None if pick is None else pick[0].take()
+        room = self.at_once - self.pending + self.pending_extra
+        self._asks = room >= TOGETHER or self.spent < LEADING or (self._asks and room > 0)
+        pick = self._offered({}) if self._asks else None
+        self._asks = pick is not None and room > 1
+        if pick is None:
+            return None
+        member, key = pick
+        self._begin(member, key)
+        return member.take()
+
+    def _begin(self, member: FamilySearch, key: str) -> None:
+        if self.spent < LEADING:
+            self._leading.add((member.family.name, key))
 
     def ask_compiled(self, compiled: Collection[Place]) -> list[Config] | None:
         """Configs of the compiled group with the largest expected gain, beside the budget: it costs
@@ -297,7 +330,10 @@ class Search:
         for member in self.members:
             if member.family.name == config.family:
                 key = member.family.compile_digest(config)
-                return member.take(key) if key in member.trials.groups.open else []
+                if key not in member.trials.groups.open:
+                    return []
+                self._begin(member, key)
+                return member.take(key)
         return []
 
     def tell(self, measurements: Sequence[Measurement]) -> None:
@@ -321,8 +357,7 @@ class Search:
                 groups += [member.missing(key) for key in keys]
             return groups
         taken_of: dict[str, list[str]] = {}
-        count = max(self.seeds * len(self.members), min(self.at_once, 2 * LEADING))
-        while len(groups) < min(budget, count):
+        while len(groups) < min(budget, self.at_once, 2 * LEADING):
             pick = self._offered(taken_of)
             if pick is None:
                 break
@@ -396,7 +431,7 @@ class Search:
             gains.append(float((math.log(self.best_us) - least).clip(min=0.0).mean()))
         return gains
 
-    def expected_loss(self) -> float | None:
+    def expected_saving(self) -> Saving | None:
         """Share of the best time that the groups without a result are expected to save.
 
         The `MAX_JUDGED` most promising groups count, together. None without a model or a time.
@@ -410,7 +445,8 @@ class Search:
                 found = member.surrogate.gains(keys, math.log(self.best_us))
                 gains |= {(member.family.name, key): gain for key, gain in found.items()}
         top = sorted(gains, key=lambda place: -gains[place])[:MAX_JUDGED]
-        return -math.expm1(-self.joint_gains(top)[-1]) if top else 0.0
+        promised = -math.expm1(-self.joint_gains(top)[-1]) if top else 0.0
+        return Saving(promised, promised * self.credit.share, promised * self.credit.share_p90)
 
     # By expected gain
 
@@ -418,7 +454,7 @@ class Search:
         """The open group to begin next, and its family; None when no gain is worth a compile.
 
         The first `LEADING` groups are those with the least expected times, later ones those with
-        the largest expected gain.
+        the largest expected gain, of which `credit` counts.
 
         Args:
             taken: keys of groups to count as pending, by family.
@@ -434,7 +470,8 @@ class Search:
                 offer = member.model.offer(best, assumed, leads=leads)
                 if offer is not None:
                     offers.append((member, offer))
-        if max((offer.most_gain for _, offer in offers), default=-1.0) < self.min_gain:
+        most = max((offer.most_gain for _, offer in offers), default=-1.0)
+        if most * (1.0 if leads else self.credit.share) < self.min_gain:
             return None
         if leads:
             member, offer = min(offers, key=lambda pair: pair[1].mean)

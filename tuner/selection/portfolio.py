@@ -430,8 +430,9 @@ def everywhere() -> list[Portfolio]:
     return [p for gpu in dict.fromkeys(p.gpu for p in ours) for p in serving(ours, gpu)]
 
 
-def promising(problem: Problem, gpu: Gpu) -> Iterator[Config]:
-    """Own kernels that the shipped portfolios have for a problem, by expected time.
+def promising(problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+    """Expected microseconds and configs of the own kernels that the shipped portfolios have for a
+    problem, best first.
 
     Args:
         problem: problem of any operation.
@@ -443,7 +444,7 @@ def promising(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     for portfolio in serving(shipped(), gpu):
         if portfolio.op == problem.op:
             selection = portfolio.select(problem)
-            yield from (config for _, config in selection.ranked()) if selection else ()
+            yield from selection.ranked() if selection else ()
 
 
 def _distance(one: Gpu, other: Gpu) -> tuple[bool, int, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
@@ -30,7 +31,8 @@ from tuner.tuning.outcome import summary
 from tuner.tuning.progress import Interruption
 
 PORTFOLIO_FIRST = 3
-"""Maximum kernels of a portfolio that are timed before the sweep waits for compiles."""
+"""Maximum kernels of a portfolio that are timed before the sweep waits for compiles, and that
+compete beside a family's space."""
 
 
 class Competition:
@@ -213,6 +215,7 @@ class Competition:
                 seed=self.options.seed,
                 raced=0 if family.is_vendor else self.effort.raced,
                 history=() if family.is_vendor else self.history(problem),
+                expected_us=self._expected_us(problem, family),
             )
         return self.members[key]
 
@@ -242,27 +245,45 @@ class Competition:
             self._note(f"{family.name}: {len(space)} listed by its library")
         return self.runner.compiled(problem, family, space) if self.options.compiled_only else space
 
-    def _beyond(self, family: Family, space: Sequence[Config]) -> Sequence[Config]:
-        """Compiled configs of the shape's portfolio that the family's space leaves out, as it does
-        with persistent blocks for few tiles, and the current decision's. The former can answer
-        before any compile, and the latter's kernel is compiled first.
+    @cached_property
+    def _portfolio(self) -> Mapping[Config, float]:
+        """Expected microseconds of the shape's portfolio where something is measured, best first;
+        one config a kernel.
         """
-        if self.runner.provenance is not Provenance.MEASURED:
-            return []
         problem, gpu = self.problem, self.runner.gpu
-        digests = {family.compile_digest(config) for config in space}
-        groups: dict[str, Config] = {}
-        for config in promising(problem, gpu):
-            if config.family == family.name and family.accepts(problem, config, gpu):
-                groups.setdefault(family.compile_digest(config), config)
-        new = [config for key, config in groups.items() if key not in digests]
-        beyond = list(self.runner.compiled(problem, family, new)[:PORTFOLIO_FIRST])
+        configs: dict[tuple[str, str], tuple[Config, float]] = {}
+        if self.runner.provenance is Provenance.MEASURED:
+            for us, config in promising(problem, gpu):
+                family = self.family(config.family)
+                if family is not None and family.accepts(problem, config, gpu):
+                    place = family.name, family.compile_digest(config)
+                    configs.setdefault(place, (config, us))
+        return dict(configs.values())
+
+    def _expected_us(self, problem: Problem, family: Family) -> Mapping[Config, float]:
+        """Times that the portfolio's rates give for a family's configs, microseconds."""
+        if problem != self.problem:
+            return {}
+        return {c: us for c, us in self._portfolio.items() if c.family == family.name}
+
+    @property
+    def leader(self) -> Config | None:
+        """Own config to compile first: the current decision's, else the portfolio's first."""
+        standing = self.standing()
+        named = {family.name for family in self.own}
+        return standing or next((c for c in self._portfolio if c.family in named), None)
+
+    def _beyond(self, family: Family, space: Sequence[Config]) -> Sequence[Config]:
+        """Configs that the family's space leaves out, as it does with persistent blocks for few
+        tiles: the current decision's, and the first ones of the shape's portfolio.
+        """
+        likely = [c for c in self._portfolio if c.family == family.name][:PORTFOLIO_FIRST]
         standing = self.standing()
         if standing is not None and standing.family == family.name:
-            digests |= {family.compile_digest(config) for config in beyond}
-            if family.compile_digest(standing) not in digests:
-                beyond.append(standing)
-        return beyond
+            likely.append(standing)
+        digests = {family.compile_digest(config) for config in space}
+        beyond = {family.compile_digest(config): config for config in reversed(likely)}
+        return [config for key, config in beyond.items() if key not in digests]
 
     def check_compiled(self) -> None:
         """Check that an own kernel can compete. A sweep with vendors' kernels only would waste GPU
@@ -297,7 +318,7 @@ class Competition:
         shape's portfolio.
         """
         configs: dict[str, Config] = {}
-        for config in (*wanted, *promising(self.problem, self.runner.gpu)):
+        for config in (*wanted, *self._portfolio):
             member = self.members.get((self.problem.key, config.family))
             family = self.family(config.family)
             if member is None or family is None or len(configs) == PORTFOLIO_FIRST:
@@ -326,6 +347,12 @@ class Competition:
 
     def kernel(self, config: Config) -> str:
         return self.members[self.problem.key, config.family].family.compile_digest(config)
+
+    def are_alike(self, config: Config, other: Config | None) -> bool:
+        """True for configs of one kernel."""
+        if other is None or other.family != config.family:
+            return False
+        return self.kernel(config) == self.kernel(other)
 
     def fits(self, m: Measurement) -> bool:
         most = self.options.max_workspace

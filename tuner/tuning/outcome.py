@@ -50,7 +50,10 @@ class Outcome:
     given_up: int = 0
     """Number of sets of kernels that were submitted but not waited for."""
     expected_loss: float | None = None
-    """Expected relative gain of the sets without a result, by the surrogate; None if unknown."""
+    """Expected relative gain of the sets without a result, as in `expectation.Saving`; None if
+    unknown."""
+    expected_loss_p90: float | None = None
+    """The same, which one search in ten exceeds."""
     first_answer_s: float | None = None
     """Seconds from the start to the first checked time that was shown, an own kernel's or a
     vendor's; None without one."""
@@ -95,6 +98,7 @@ class Outcome:
             "notes": list(self.notes),
             "given_up": self.given_up,
             "expected_loss": None if self.expected_loss is None else round(self.expected_loss, 5),
+            "expected_loss_p90": self.expected_loss_p90 and round(self.expected_loss_p90, 5),
         }
 
 

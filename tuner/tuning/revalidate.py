@@ -111,7 +111,7 @@ def candidates(entry: Entry, gpu: Gpu, beside: Sequence[Entry] = (), more: int =
         more: number of kernels by estimate, of the families of all these configs.
     """
     stored = [m.config for m in entry.ranked if _fits(m)]
-    likely = islice(portfolio.promising(entry.problem, gpu), PROMISING)
+    likely = (c for _, c in islice(portfolio.promising(entry.problem, gpu), PROMISING))
     beside_them = (m.config for e in beside for m in e.ranked if _fits(m))
     configs = list(dict.fromkeys([*stored, *likely, *beside_them]))
     return [*configs, *islice(_estimated(entry.problem, gpu, configs), more)]

@@ -25,6 +25,7 @@ from tuner.problem import Problem, as_problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.search import ranking
+from tuner.search.expectation import Saving
 from tuner.search.stopping import CompileTimes
 from tuner.search.study import Place, Search
 from tuner.store import Store, SweepRecord, open_store
@@ -79,7 +80,7 @@ class Sweep:
         self._interruption = interruption or Interruption()
         self._notes: list[str] = []
         self._given_up = 0
-        self._expected_loss: float | None = None
+        self._saving: Saving | None = None
         self._times = CompileTimes()
         self._known_times: set[Problem] = set()
         self.competition = Competition(
@@ -127,16 +128,17 @@ class Sweep:
         process has to start.
         """
         competition = self.competition
-        standing = self._finals.standing()
-        if standing is not None:  # before the search's model, which takes a second
-            self.runner.prefetch(self.problem, [[standing]])
+        leader = competition.leader
+        first = [] if leader is None else [[leader]]
+        if first:  # before the search's model, which takes seconds
+            self.runner.prefetch(self.problem, first)
         for family in competition.own:
             for sub in family.stages(self.problem).values():
                 self.runner.prefetch(sub, competition.stage_search(sub).first_groups())
         search = competition.plain_search()
-        if search.members:
-            first = [] if standing is None else [[standing]]
-            self.runner.prefetch(self.problem, first + search.first_groups())
+        groups = search.first_groups()
+        others = [group for group in groups if not competition.are_alike(group[0], leader)]
+        self.runner.prefetch(self.problem, [*first, *others][: max(1, len(groups))])
 
     def run(
         self, on_drained: Callable[[], None] | None = None, began: float | None = None
@@ -188,10 +190,10 @@ class Sweep:
         resolved = [self._resolve(family, self.problem) for family in competition.own]
         families = [family for family in resolved if family is not None]
         search = competition.main_search(families)
-        standing = self._finals.standing()
-        first = [] if standing is None else [search.take(standing)]
+        leader = competition.leader
+        first = [] if leader is None else [search.take(leader)]
         self._drive("search", self.problem, search, first, compiled=compiled)
-        self._expected_loss = search.expected_loss()
+        self._saving = search.expected_saving()
         self.runner.abandon(self.problem)
         if on_drained is not None and not self._interruption.requested:
             on_drained()
@@ -455,7 +457,8 @@ class Sweep:
             elapsed_s=self._budget.spent_s,
             notes=tuple(self._notes),
             given_up=self._given_up,
-            expected_loss=self._expected_loss,
+            expected_loss=None if self._saving is None else self._saving.mean,
+            expected_loss_p90=None if self._saving is None else self._saving.p90,
             first_answer_s=self._finals.first_s,
             first_own_s=self._finals.first_own_s,
             seconds=dict(self._budget.parts),

@@ -6,7 +6,7 @@ import math
 
 from tuner.problem import Problem
 from tuner.runners.base import Building, Runner
-from tuner.search.stopping import CompileTimes, Stopping, queued
+from tuner.search.stopping import FURTHER, CompileTimes, Stopping, queued
 from tuner.search.study import Place, Search
 
 
@@ -48,9 +48,8 @@ class Waits:
         seconds: dict[Place, float] = {}
         for place, building in compiling.items():
             if building.elapsed_s is not None:
-                # The kernels of a unit are compiled one after the other.
-                share_s = building.elapsed_s / building.kernels
-                seconds[place] = building.kernels * self._times.left_s(place[0], share_s)
+                alone = 1 + FURTHER * (building.kernels - 1)
+                seconds[place] = alone * self._times.left_s(place[0], building.elapsed_s / alone)
         waiting = [place for place in compiling if place not in seconds]
         ends = queued(list(seconds.values()), [self._times.left_s(name) for name, _ in waiting])
         return seconds | dict(zip(waiting, ends, strict=True))

@@ -47,9 +47,9 @@ from tuner.problem.attention_masks import PAGE_MULTIPLE
 
 KERNEL = "attention"
 """Name of the only kernel. Its library also launches the kernels before and after it."""
-#: Least kernels of a unit (`KernelSpec.together`). The first four of a search take 18.3 CPU-seconds
-#: of nvcc as one, 19.9 as two, 20.8 as three and 24.8 as four (two busy cores, 26 November 2026).
-TOGETHER = 3
+#: Least kernels of a unit (`KernelSpec.together`). The first of a search take 27.5 CPU-seconds of
+#: nvcc as one, 35.6 as two, 46.5 as four and 62.4 as eight (two busy cores, 29 November 2026).
+TOGETHER = 4
 #: Text that the template takes, by variable.
 WORDS = {
     "dtype": ("float16", "bfloat16", E4M3),

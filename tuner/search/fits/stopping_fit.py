@@ -1,21 +1,30 @@
 """Fit of `tuner.search.expectation` to simulated searches of recordings.
 
 A row has its operation (``group``) and, by effort and cores as in ``quick 16``, the seconds and
-losses of the searches with each seed (``searches``).
+losses of the searches with each seed (``searches``). ``promises`` has a list for each seed. After
+each result it holds the number of results, the saving that the surrogate expected of all other
+groups, and that of the best one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.search import expectation
-from tuner.search.expectation import Expectation
+from tuner.search.expectation import Credit, Expectation
 from tuner.search.fits.refit import Refit, rows
+
+RESULTS = (1, 2, 3, 5, 9, 17, 41)
+"""Numbers of results from which a search has another credit."""
+MIN_PROMISE = 0.001
+"""Least expected saving that counts; a smaller one is below the noise."""
+Promises = Sequence[tuple[int, float, float]]
 
 
 def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
@@ -25,7 +34,8 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         ConfigError: when a file is wrong, or has no searches.
     """
     searches: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
-    for row in rows(files):
+    every = rows(files)
+    for row in every:
         for name, ends in row.get("searches", {}).items():
             searches.setdefault((row["group"], name), []).append(ends)
     if not searches:
@@ -44,9 +54,30 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         before = ships.get((op, name))
         result.note(f"{op} {name}", before.to_json() if before else {}, values)
         result.errors.append(f"{op}: {fitted[-1].text(int(cores))}")
+    promises = [promise for row in every for promise in row.get("promises", ())]
+    credits = list(filter(None, (_credit(promises, *step) for step in pairwise(RESULTS))))
+    earlier = {c.results: c.to_json() for c in expectation.credits()}
+    for credit in credits:
+        name = f"after {credit.results} results"
+        result.note(name, earlier.get(credit.results, {}), credit.to_json())
     result.documents[expectation.file()] = {
         "what": "seconds simulated, losses replayed: tuner fit stopping",
         "seeds": len(ends[0]),
         "expected": [e.to_json() for e in fitted],
+        "credits": [c.to_json() for c in credits],
     }
     return result
+
+
+def _credit(promises: Sequence[Promises], least: int, beyond: int) -> Credit | None:
+    """Credit of searches with `least` results or more, below `beyond`."""
+    steps = [
+        [p for p in search if least <= p[0] < beyond and p[1] >= MIN_PROMISE] for search in promises
+    ]
+    pairs = [(came, promised) for search in steps for _, promised, came in search]
+    if not pairs:
+        return None
+    shares = sorted(came / promised for came, promised in pairs)
+    share = sum(came for came, _ in pairs) / sum(promised for _, promised in pairs)
+    p90 = max(share, shares[math.ceil(0.9 * len(shares)) - 1])
+    return Credit(least, round(share, 4), round(p90, 4), sum(map(bool, steps)))
