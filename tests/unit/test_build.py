@@ -117,6 +117,17 @@ def test_the_best_own_kernel_is_built_behind_a_vendor(
     assert dict(answer.entry.best_own.artifacts) == {n: f"built-{i}" for i, n in enumerate(kernels)}
 
 
+def test_the_stores_entries_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NoValidConfigError):
+        run("--stored")
+    decide(own())
+    assert run("--stored", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"built": 1, "failed": []}
+    for other in (("--portfolio",), ("--problems", "list.yaml")):
+        with pytest.raises(ConfigError, match="--stored is for entries"):
+            run("--stored", *other)
+
+
 def test_each_gpu_has_the_compiler_of_its_capability(capsys: pytest.CaptureFixture[str]) -> None:
     """Two GPUs, whose kernels of one config are not alike: the store holds one build of it."""
     problem = AttentionProblem.parse("S=320,D=64")

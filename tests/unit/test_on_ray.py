@@ -106,12 +106,16 @@ class Setting:
         return list(found)
 
     def check(self, outcome: Any, slower: float = 1.0) -> None:
-        """It decided as a replay does, and every trial is there once, with its recorded time."""
+        """It decided as a replay does, and every trial is there once, with its recorded time.
+
+        Another GPU's finalists are others: they are chosen by its expected times, too.
+        """
         expected = replayed()
         assert outcome.provenance is Provenance.MEASURED and not outcome.failures
         own, other = outcome.ranking[0], expected[0]
         assert own.config == other.config and own.is_final
-        assert [m.config for m in outcome.ranking] == [m.config for m in expected]
+        if slower == 1.0:
+            assert [m.config for m in outcome.ranking] == [m.config for m in expected]
         assert own.latency_us == pytest.approx(slower * other.latency_us)
         times = {m.config: m.latency_us for m in fakes.recorded().measurements if not m.is_final}
         seen = {m.config: m for m in self.quick() if m.gpu == outcome.gpu}
@@ -282,15 +286,15 @@ class TestHashes:
     def test_an_actor_refuses_a_damaged_library(
         self, setting: Setting, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        hold, damaged = Parcels.hold, []
+        of, damaged = Parcels.of, []
 
-        def damage(self: Parcels, sha256: str, reference: Any) -> None:
-            if not damaged:
-                damaged.append(sha256)
-                reference = ray.put({sha256: b"of somebody else"})
-            hold(self, sha256, reference)
+        def damage(self: Parcels, artifact: Any) -> Any:
+            if damaged:
+                return of(self, artifact)
+            damaged.append(artifact)
+            return ray.put({artifact.sha256: b"of somebody else"})
 
-        monkeypatch.setattr(Parcels, "hold", damage)
+        monkeypatch.setattr(Parcels, "of", damage)
         with setting.runners(gpu="H200") as runners:
             setting.check(setting.sweep(runners))
         (refused,) = fakes.events("refused")

@@ -45,6 +45,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, tree / name, ignore=skipped)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
+    (tree / "build" / "lib" / "tuner").mkdir(parents=True)
+    (tree / "build" / "lib" / "tuner" / "gone.py").write_text("")
     code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False
@@ -57,6 +59,7 @@ def test_the_wheel_holds_the_whole_tree(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in DATA:
         wanted = {f"tuner/_data/{name}/{file}" for file in data_files(ROOT / name)}
+        assert "tuner/gone.py" not in names, "a former build's"
         assert wanted <= names, f"left out: {sorted(wanted - names)}"
     # What lies beside the code belongs to it, but for what is written for who changes it.
     code = {
@@ -131,7 +134,11 @@ def test_every_foreign_import_is_declared() -> None:
     used = [line for name, lines in extras.items() if name != "dev" for line in lines]
     declared = {
         re.match(r"[\w-]+", line)[0]  # type: ignore[index]
-        for line in [*PROJECT["project"]["dependencies"], *used]
+        for line in [
+            *PROJECT["build-system"]["requires"],
+            *PROJECT["project"]["dependencies"],
+            *used,
+        ]
     }
     for file in (ROOT / "tuner").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

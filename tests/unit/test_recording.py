@@ -195,9 +195,12 @@ def test_of_several_regimes_the_first_that_was_recorded_is_found(tmp_path: Path)
 
 def test_a_replay_is_of_the_recorded_regime() -> None:
     """What ships is chained, and says so."""
-    problem = AttentionProblem.parse("S=1024,D=64")
-    with Runners(Machine(replay=True), lambda note: None) as runners:
+    problem, notes = AttentionProblem.parse("S=1024,D=64"), list[str]()
+    with Runners(Machine(replay=True), notes.append) as runners:
         runner = runners.of(problem, Regime.default("attention"))
+        assert notes[-1].endswith("chained-warm (none was recorded in stream-warm)")
+        runners.of(problem, Regime.parse("chained-warm"))
+        assert notes[-1].endswith("chained-warm")
     assert (runner.provenance, str(runner.regime)) == (Provenance.REPLAYED, "chained-warm")
 
 

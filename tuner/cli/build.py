@@ -95,6 +95,11 @@ def register(subparsers: Any) -> None:
         "--gpu", help="only entries, or the portfolio, that serve on this GPU, as in H200"
     )
     parser.add_argument(
+        "--stored",
+        action="store_true",
+        help="only the store's entries, imported ones among them, not those that ship",
+    )
+    parser.add_argument(
         "--only",
         metavar="TEXT,...",
         help="with --portfolio: only kernels whose line of --dry-run holds each of these, as in "
@@ -138,9 +143,11 @@ def run(args: argparse.Namespace) -> int:
     from tuner.store import open_store
 
     refuse_options(args)
+    of_problems = args.model is not None or args.problems is not None
+    if args.stored and (args.portfolio or of_problems):
+        raise ConfigError("--stored is for entries (allowed: with --shape, --op or --gpu)")
     if args.portfolio:
         return _portfolio(args)
-    of_problems = args.model is not None or args.problems is not None
     for option in ("reproducible", "only", *(() if of_problems else ("dry_run", "force"))):
         if getattr(args, option):
             name = option.replace("_", "-")
@@ -149,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         return _answers(args)
     with open_store(args.store) as store:
         entries = list(_entries(store, args))
-        if args.shape and not entries:
+        if args.shape and not (entries or args.stored):
             return _answers(args)
         targets = [BuildTarget(m, describe.against_fastest(e)) for e in entries for m in _own(e)]
         if not targets:
@@ -331,15 +338,16 @@ def _beside(library: Any, artifacts: ArtifactCache) -> str:
 
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
-    """Measured decisions of the store, and shipped ones that it lacks."""
+    """Measured decisions of the store, and shipped ones that it lacks unless --stored is given."""
     from tuner.measurement import Provenance
     from tuner.selection.shipped import in_use, with_shipped
 
     problem = problem_of(args) if args.shape else None
     gpu, measured = gpu_of(args, store), Provenance.MEASURED
+    stored = store.entries()
     entries = [
         entry
-        for entry in in_use(with_shipped(store.entries()))
+        for entry in in_use(stored if args.stored else with_shipped(stored))
         if entry.matches(op=args.op, problem=problem, provenance=measured)
         and (gpu is None or gpu.shares_decisions(entry.gpu))
     ]

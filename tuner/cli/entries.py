@@ -162,7 +162,7 @@ def look_up(args: argparse.Namespace) -> int:
         data = describe.answer_json(answer, problem, ranking=False)
         print(json.dumps({**data, "served_here": served._asdict()}))
     else:
-        print(describe.answer_text(answer, problem, _source(args), served.text))
+        print(describe.answer_text(answer, problem, _source(args), _served(args, served)))
     return 0
 
 
@@ -180,7 +180,7 @@ def _print_rule(args: argparse.Namespace, problem: Problem) -> bool:
         kernel = {"config": config.to_json(), "expected_us": expected_us}
         print(json.dumps({**place, **kernel, "served_here": served._asdict()}))
     else:
-        print(describe.rule_text(problem, gpu, selected, served.text))
+        print(describe.rule_text(problem, gpu, selected, _served(args, served)))
     return True
 
 
@@ -213,7 +213,7 @@ def show(args: argparse.Namespace) -> int:
         print("\n".join(sources.values()))
         return 0
     served = availability.of_answer(answer)
-    print(describe.answer_text(answer, problem_of(args), _source(args), served.text))
+    print(describe.answer_text(answer, problem_of(args), _source(args), _served(args, served)))
     print(f"{'digest':<12} {winner.config.digest}")
     print(f"{'sweep':<12} {answer.entry.sweep or '-'}")
     print(f"{'workspace':<12} {winner.workspace_bytes} bytes")
@@ -495,6 +495,12 @@ def _environment() -> Environment:
     from tuner.measure.device import environment
 
     return Environment({**environment().facts, **installed_versions()})
+
+
+def _served(args: argparse.Namespace, served: availability.Availability) -> str:
+    """Text of an availability; says so where no GPU is named and none could run what is built."""
+    is_elsewhere = args.gpu is None and _detected() is None
+    return served.text + ("; without a GPU here, of what is built" if is_elsewhere else "")
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:

@@ -169,7 +169,8 @@ class Runners:
         label = f"{problem.label()} on {DEFAULT_GPU.name}"
         sweep = recording_archive.find(problem, DEFAULT_GPU, Regime.preferred(regime))
         if sweep is not None:
-            self._note(f"replaying the recorded sweep of {label}, {sweep.regime}")
+            other = "" if sweep.regime == regime else f" (none was recorded in {regime})"
+            self._note(f"replaying the recorded sweep of {label}, {sweep.regime}{other}")
             return ReplayRunner(sweep)
         self._note(
             f"no recording of {label}, {regime}: ranking by predicted time, nothing is compiled"
