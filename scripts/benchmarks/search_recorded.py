@@ -92,7 +92,8 @@ def _recordings(folder: Path, names: Sequence[str]) -> list[Recording]:
 
 
 @cache
-def _fits(folder: Path, names: Sequence[str]) -> CostFits:
+def fits_of(folder: Path, names: Sequence[str] = ()) -> CostFits:
+    """Fits to the recordings of a folder, or to some of them."""
     return CostFits(_recordings(folder, names))
 
 
@@ -106,15 +107,16 @@ def cases(args: Namespace) -> list[Recorded]:
         sampler_name("model" if name == STOPPED else name)
     whole = {one.problem for one in _recordings(args.recordings, ())}
     return [
-        Recorded(_label(part), part.problem.op, args.recordings)
-        for part in _fits(args.recordings, ()).parts
+        Recorded(label_of(part), part.problem.op, args.recordings)
+        for part in fits_of(args.recordings).parts
         if part.problem in whole
         and len(part.measurements) >= args.least_groups <= _kernels(part)
         and any(m.ok for m in part.measurements)
     ]
 
 
-def _label(part: Recording) -> str:
+def label_of(part: Recording) -> str:
+    """Operation, problem and GPU of a recording."""
     return f"{part.problem.op} {part.problem.label()} on {part.gpu.name.split()[-1]}"
 
 
@@ -362,8 +364,8 @@ def _durations(folder: Path, names: Sequence[str]) -> dict[str, list[float]]:
 
 def measure(case: Recorded, args: Namespace) -> Row:
     """Regrets of each sampler by seed, and the ends of simulated searches."""
-    fits = _fits(case.folder, case.names)
-    replayed = Replayed(next(part for part in fits.parts if _label(part) == case.label), fits)
+    fits = fits_of(case.folder, case.names)
+    replayed = Replayed(next(part for part in fits.parts if label_of(part) == case.label), fits)
     regrets: dict[str, list[list[float]]] = {}
     for method in args.samplers.split(","):
         runs = (replay(replayed, method, seed, args.in_flight) for seed in range(args.times))

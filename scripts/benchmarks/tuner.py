@@ -4,7 +4,8 @@ Problems are drawn from models that made no selection (`tuner_problems`). Each c
 beside every built kernel of every family in one interleaved pass (`tuner_truth`).
 ``docs/pages/figures.md`` defines the figures. ``untuned`` judges what a call gets without tuning.
 ``quick`` and ``full`` sweep each problem first, by ``tuner sweep`` into an empty store. Rows of two
-runs of one preset show flips and fidelity: ``--table FIRST SECOND``.
+runs of one preset show flips and fidelity: ``--table FIRST SECOND``. ``rivals`` replays recorded
+sweeps by other tuners (`tuner_rivals`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, search_sweeps, tuner_figures, tuner_problems, tuner_truth
+from benchmarks import (
+    harness,
+    search_sweeps,
+    tuner_figures,
+    tuner_problems,
+    tuner_rivals,
+    tuner_truth,
+)
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.own_plans import compile_specs
 from benchmarks.search_sweeps import SeededSweep
 from benchmarks.tuner_problems import COUNT, Judged
 from tuner.cli import Parser
 from tuner.config import Config
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, GemmProblem
+from tuner.runners import recording_archive
 from tuner.selection.reader import find_gpu
 
 SWEEP_S = 1500.0
@@ -48,6 +57,16 @@ def compile_untuned(args: Namespace) -> None:
 def untuned(case: Judged, _: Namespace) -> Row:
     """The untuned call beside all built kernels."""
     return tuner_truth.untuned(case)
+
+
+def products(args: Namespace) -> list[Judged]:
+    """The seed's products without factors."""
+    return [case for case in cases(args) if case.group == tuner_problems.PRODUCTS]
+
+
+def compiled(case: Judged, _: Namespace) -> Row:
+    """The untuned call beside Inductor's choice."""
+    return tuner_truth.compiled(case)
 
 
 def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
@@ -98,6 +117,12 @@ def options(parser: Parser) -> None:
     add("--seeds", type=int, default=1, metavar="N", help="quick, full: sweeps a problem (1)")
     add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
     add("--device", default="0", metavar="N,...", help="CUDA devices of the sweeps (default 0)")
+    add("--recordings", type=Path, default=recording_archive.folder(), metavar="DIR",
+        help="rivals: folder of recordings (default: the shipped ones)")  # fmt: skip
+    add("--times", type=int, default=10, metavar="N", help="rivals: seeds (default 10)")
+    samplers = ",".join(tuner_rivals.SAMPLERS)
+    add("--optuna", default=samplers, metavar="NAME,...", help=f"rivals: default {samplers}")
+    add("--kernel-tuner", metavar="PYTHON", help="rivals: a Python that has kernel_tuner")
     add("--gpu", default="H200", help="--compile-only: GPU whose selections are built")
 
 
@@ -134,6 +159,21 @@ BENCH = Bench(
         "untuned": UNTUNED,
         "quick": _swept("quick", "winners of sweeps with the default effort"),
         "full": _swept("full", "winners of sweeps with --effort full"),
+        "inductor": Preset(
+            "products beside torch.compile with max-autotune",
+            *(products, compiled, tuner_figures.inductor_line, tuner_figures.inductor_table),
+            limit_s=SWEEP_S,
+            smoke=Judged(tuner_problems.PRODUCTS, GemmProblem(9, 64, 32, dtype="bfloat16")),
+            listing=listing,
+            compile=compile_untuned,
+        ),
+        "rivals": Preset(
+            "other tuners on recorded spaces by evaluations; no GPU",
+            *(tuner_rivals.spaces, tuner_rivals.measure, tuner_rivals.line, tuner_rivals.table),
+            limit_s=3 * 3600.0,
+            smoke=tuner_rivals.SMOKE,
+            needs_gpu=False,
+        ),
     },
     options,
 )

@@ -22,6 +22,7 @@ TIE = 0.01
 NEAR_TIE = 0.02
 """Distance from the best at a neighbour that counts as as good as a choice of its own."""
 WORST = 8
+INDUCTOR = "inductor"
 HEAD = (
     *("kind", "problems", "regret", "worst", "top-1 or tie", "over peers also", "worst"),
     *("flips", "replayed", "transfer", "worst", "within 2 %"),
@@ -115,6 +116,31 @@ def table(measured: Sequence[Row]) -> list[str]:
     worst = [f"- {regret(row) or 0:.1%} {row['case']}: {_fastest(row)}" for row in ranked]
     lost = [f"- lost: {row['case']}: {row['lost']}" for row in measured if "lost" in row]
     return [*rows.markdown(lines), "", *worst, *lost]
+
+
+def inductor_line(row: Row) -> str:
+    """A product's regret by both, and the seconds."""
+    both = ", ".join(f"{name} {_shown(row, name)}" for name in (rows.TUNER, INDUCTOR))
+    return f"{row['case']}: {both}, {row['elapsed_s']:.0f} s"
+
+
+def inductor_table(measured: Sequence[Row]) -> list[str]:
+    """Regrets of the untuned call and of Inductor's choice over the fastest of all."""
+    lines: list[Sequence[str]] = [("product", "us", "regret", "by Inductor", "regret", "s")]
+    for row in (row for row in measured if "us" in row):
+        cells = [
+            cell
+            for name in (rows.TUNER, INDUCTOR)
+            for cell in (f"{row['us'].get(name, 0.0):.1f}", _shown(row, name))
+        ]
+        lines.append((row["case"], *cells, f"{row['elapsed_s']:.0f}"))
+    lost = [f"- lost: {row['case']}: {row['lost']}" for row in measured if "lost" in row]
+    return [*rows.markdown(lines), "", *lost]
+
+
+def _shown(row: Row, name: str) -> str:
+    value = regret({**row, "judged": name}, lambda other: other != CONTROL)
+    return "no time" if value is None else f"{value:.1%}"
 
 
 def _fastest(row: Row) -> str:

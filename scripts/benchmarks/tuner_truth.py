@@ -9,6 +9,7 @@ compiled.
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -154,14 +155,16 @@ def _plan(problem: Problem, config: Config, scale: float = 1.0) -> Any:
     return None if isinstance(plan, str) else plan
 
 
-def timed(case: Judged, configs: Sequence[Config], budget_us: float) -> Row:
-    """One pass over PyTorch, peers, the tuner's call and some built kernels."""
+def timed(case: Judged, configs: Sequence[Config], budget_us: float, compiles: bool = False) -> Row:
+    """One pass over PyTorch, peers, the tuner's call and some built kernels; Inductor also where it
+    `compiles`.
+    """
     from benchmarks.cliffs_calls import measured
 
-    return measured(
-        case.call, further=lambda operands: own_calls(case.problem, configs, operands),
-        budget_us=budget_us,
-    )  # fmt: skip
+    def further(operands: Operands) -> dict[str, Callable[[int], Any]]:
+        return own_calls(case.problem, configs, operands)
+
+    return measured(case.call, compiles, further, budget_us)
 
 
 def judged(case: Judged, choice: Config | None, winners: Sequence[Config] = ()) -> Row:
@@ -215,6 +218,18 @@ def _workspace_mib(problem: Problem, config: Config) -> float:
     """Memory of a call beside its operands and output."""
     plan = _plan(problem, config)
     return 0.0 if plan is None else round(plan.workspace_bytes / 2**20, 3)
+
+
+def compiled(case: Judged) -> Row:
+    """The call as served and by ``torch.compile(mode="max-autotune-no-cudagraphs")``, beside the
+    built kernels; its seconds are nearly all the compiler's.
+    """
+    from tuner.runtime.call import devices
+
+    start = time.monotonic()
+    row = timed(case, built(case.problem, devices.gpu_of(0)), FINAL_US, compiles=True)
+    own = sum(is_truth(name) for name in row["us"])
+    return {**row, "kernels": own, "elapsed_s": round(time.monotonic() - start, 1)}
 
 
 def untuned(case: Judged) -> Row:

@@ -68,6 +68,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("suites", "pytorch"): "checkout",
     **{("search", preset): "sweeps" for preset in ("repeats", "sweeps", "metrics")},
     **{("tuner", preset): "sweeps" for preset in ("quick", "full")},
+    ("tuner", "inductor"): "uncompiled",
     ("search", "compile_ways"): "compiler",
 }
 """Fixtures that smoke runs need beside the device, by bench and preset."""

@@ -326,7 +326,7 @@ def test_the_library_s_lists_are_sorted_by_its_estimate() -> None:
         tile = False, kernel.cta_tile_m, kernel.cta_tile_n, kernel.cta_tile_k
         name = tile, (kernel.cluster_m, kernel.cluster_n)
         seconds[name] = min(answer["runtime"], seconds.get(name, 1.0))
-    order = gemm_cost._suggestions(problem, DEFAULT_GPU, {False})
+    order = gemm_cost.suggestions(problem, DEFAULT_GPU, {False})
     assert set(order) == set(seconds) and len(order) > 16
     ranked = [seconds[name] for name in order]
     assert all(b > a / gemm_cost.ALIKE for a, b in itertools.pairwise(ranked))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 from stored import H200, WARM, measured
 
-from benchmarks import search_sweeps, tuner_figures, tuner_problems, tuner_truth
+from benchmarks import search_sweeps, tuner_figures, tuner_problems, tuner_rivals, tuner_truth
 from benchmarks.tuner_problems import BLOCK_SCALED, DECODING, EXPERTS, PROMPTS, TURNS, Judged
 from tuner.config import Config
+from tuner.errors import BenchmarkError
 from tuner.families import family
+from tuner.families.gemm import cost
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import open_store
 
@@ -142,3 +146,56 @@ def test_a_decision_replays_where_another_store_answers_alike(
     monkeypatch.setattr(search_sweeps, "lookup", lambda *_, **__: None)
     (tmp_path / "other.sqlite").unlink()
     assert not search_sweeps.replayed(tmp_path)
+
+
+def test_regrets_are_read_after_so_many_evaluations() -> None:
+    times = {OWN: 10.0, OTHER: 8.0}
+    assert tuner_rivals.regrets([OWN, OTHER], times)[:2] == [pytest.approx(0.25), 0.0]
+    assert set(tuner_rivals.regrets([], times)) == {None}
+
+
+def test_a_proposal_of_optuna_is_the_nearest_config_of_the_space() -> None:
+    space = {
+        Config("gemm", {"tile_m": m, "stages": stages}): 1.0 + m * stages
+        for m, stages in ((64, 2), (128, 3), (256, 4))
+    }
+    for name in tuner_rivals.SAMPLERS:
+        order = tuner_rivals._optuna(name, 0, space, 3)
+        assert len(order) == len(set(order)) == 3 and set(order) == set(space)
+
+
+def test_kernel_tuner_answers_by_another_python(tmp_path: Path) -> None:
+    """A program in its place gets every config with its time, and its errors stay one run's."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        "asked = json.load(sys.stdin)\n"
+        "assert sys.argv[1].endswith('tuner_kernel_tuner.py') and asked['times'] == [10.0, 8.0]\n"
+        "assert asked['configs'] == [[64], [128]] and asked['names'] == ['tile_n']\n"
+        "json.dump({'greedy_mls': [[1, 0], 'ValueError: no']}, sys.stdout)\n"
+    )
+    program.chmod(0o700)
+    args = Namespace(kernel_tuner=str(program), times=2)
+    answer = tuner_rivals._kernel_tuner({OWN: 10.0, OTHER: 8.0}, args, 2)
+    assert answer == {"greedy_mls": [[OTHER, OWN], "ValueError: no"]}
+    program.write_text("#!/bin/sh\necho 'no module' >&2; exit 1\n")
+    with pytest.raises(BenchmarkError, match="no module"):
+        tuner_rivals._kernel_tuner({OWN: 10.0}, args, 2)
+    assert tuner_rivals._kernel_tuner({OWN: 10.0}, Namespace(kernel_tuner=None), 2) == {}
+
+
+def test_the_heuristics_list_is_by_recorded_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = GemmProblem(128, 256, 512)
+    first, second, slower = (
+        Config("gemm", {"swap_ab": False, "tile_m": m, "tile_n": 128, "tile_k": 64,
+                        "cluster_m": 1, "cluster_n": 1, "stages": stages})
+        for m, stages in ((64, 4), (128, 4), (128, 5))
+    )  # fmt: skip
+    times = {first: 9.0, second: 8.0, slower: 10.0}
+    other = (False, 256, 128, 64), (1, 1)
+    listed = [(cost.suggestion_of(second), 3.0), (other, 2.0), (cost.suggestion_of(first), 1.0)]
+    monkeypatch.setattr(cost, "listed", lambda *_, **__: listed)
+    orders = tuner_rivals._heuristics(problem, H200, times)
+    assert orders["nvMatmulHeuristics"] == [[second, first]]
+    assert orders["nvMatmulHeuristics sorted"] == [[first, second]], "by its own estimates"

@@ -282,26 +282,50 @@ def heuristic_seeds(
     """
     by_tile: dict[tuple[object, ...], list[Config]] = {}
     for config in space:
-        tile = (config["swap_ab"], config["tile_m"], config["tile_n"], config["tile_k"])
-        by_tile.setdefault(tile, []).append(config)
+        by_tile.setdefault(suggestion_of(config)[0], []).append(config)
     seeds: dict[Config, None] = {}
-    for tile, cluster in _suggestions(problem, gpu, {bool(tile[0]) for tile in by_tile}):
+    for tile, cluster in suggestions(problem, gpu, {bool(tile[0]) for tile in by_tile}):
         if len(seeds) >= count:
             break
         members = by_tile.get(tile, [])
-        exact = [c for c in members if (c["cluster_m"], c["cluster_n"]) == cluster]
+        exact = [c for c in members if suggestion_of(c)[1] == cluster]
         if members:
             best = min(exact or members, key=lambda c: predict_us(problem, c, gpu, constants))
             seeds.setdefault(best)
     return list(seeds)
 
 
-def _suggestions(problem: GemmProblem, gpu: Gpu, swaps: set[bool]) -> list[Suggestion]:
+def suggestion_of(config: Config) -> Suggestion:
+    """A config's tile and cluster, as the library lists them."""
+    tile = tuple(config[name] for name in ("swap_ab", "tile_m", "tile_n", "tile_k"))
+    return tile, (config["cluster_m"], config["cluster_n"])
+
+
+def suggestions(problem: GemmProblem, gpu: Gpu, swaps: set[bool]) -> list[Suggestion]:
     """The library's tiles and clusters by its estimate, each once, over the orientations.
 
     Its lists are not in that order. Kernels that differ in a warp's tile or the order of tiles, or
     in stages that may not fit here, count once. Estimates that are alike keep the lists' order: of
     products that the power bounds, tiles of unlike size have almost one.
+    """
+    seconds: dict[Suggestion, float] = {}
+    places: dict[Suggestion, int] = {}
+    for swap_ab in sorted(swaps):
+        for place, (suggestion, runtime) in enumerate(listed(problem, gpu, swap_ab)):
+            seconds[suggestion] = min(runtime, seconds.get(suggestion, inf))
+            places.setdefault(suggestion, place)
+    least = min(seconds.values(), default=0.0)
+
+    def rank(suggestion: Suggestion) -> tuple[int, int]:
+        return int(log(seconds[suggestion] / least, ALIKE)), places[suggestion]
+
+    return sorted(seconds, key=rank)
+
+
+def listed(problem: GemmProblem, gpu: Gpu, swap_ab: bool) -> list[tuple[Suggestion, float]]:
+    """The library's list for one orientation, in its own order with its estimates in seconds.
+
+    Empty where the library is missing or does not know the GPU.
     """
     interface = _interface(_GPU_NAMES.get(gpu.name, ""))
     if interface is None:
@@ -312,27 +336,17 @@ def _suggestions(problem: GemmProblem, gpu: Gpu, swaps: set[bool]) -> list[Sugge
     precision = f"{letters[problem.dtype]}S{result}"
     if problem.dtype == E4M3:  # A, B, C, sums and D
         precision = f"QQ{result}S{result}"
-    seconds: dict[Suggestion, float] = {}
-    places: dict[Suggestion, int] = {}
-    for swap_ab in sorted(swaps):
-        shape = oriented(problem, swap_ab)
-        # The library names layouts as BLAS does: T is a row-major input.
-        inputs = "".join("T" if x == "row" else "N" for x in (shape.layout_a, shape.layout_b))
-        layout = library.NvMatmulHeuristicsMatmulLayout[f"{inputs}_{shape.layout_d.upper()}_MAJOR"]
-        query = handle.makeNvMatmulHeuristicsProblem(shape.m, shape.n, shape.k, layout, shape.batch)
-        answers = handle.getEx(query, MAX_SUGGESTIONS, backend, precision=precision)
-        for place, answer in enumerate(answers):
-            kernel = answer["kernel"]
-            tile = swap_ab, kernel.cta_tile_m, kernel.cta_tile_n, kernel.cta_tile_k
-            suggestion = tile, (kernel.cluster_m, kernel.cluster_n)
-            seconds[suggestion] = min(answer["runtime"], seconds.get(suggestion, inf))
-            places.setdefault(suggestion, place)
-    least = min(seconds.values(), default=0.0)
-
-    def rank(suggestion: Suggestion) -> tuple[int, int]:
-        return int(log(seconds[suggestion] / least, ALIKE)), places[suggestion]
-
-    return sorted(seconds, key=rank)
+    shape = oriented(problem, swap_ab)
+    # The library names layouts as BLAS does: T is a row-major input.
+    inputs = "".join("T" if x == "row" else "N" for x in (shape.layout_a, shape.layout_b))
+    layout = library.NvMatmulHeuristicsMatmulLayout[f"{inputs}_{shape.layout_d.upper()}_MAJOR"]
+    query = handle.makeNvMatmulHeuristicsProblem(shape.m, shape.n, shape.k, layout, shape.batch)
+    answers = []
+    for answer in handle.getEx(query, MAX_SUGGESTIONS, backend, precision=precision):
+        kernel = answer["kernel"]
+        tile = swap_ab, kernel.cta_tile_m, kernel.cta_tile_n, kernel.cta_tile_k
+        answers.append(((tile, (kernel.cluster_m, kernel.cluster_n)), answer["runtime"]))
+    return answers
 
 
 @lru_cache(maxsize=4)
