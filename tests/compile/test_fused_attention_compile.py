@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from fused_configs import maker
+from rendered import clean, run_on_host
 
 from tuner.base import resources
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.compile.render import render
-from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config, Value
 from tuner.families.attention_instances import launch_registers
 from tuner.families.fused_attention import FusedAttention
@@ -145,23 +144,16 @@ namespace tuner {{
 
 
 def test_a_sample_compiles_without_spills_or_advice(compiler: Compiler) -> None:
-    """ptxas advises where it serializes WGMMAs or ignores setmaxnreg: C7504 to C7515."""
     for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
         assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-        artifact = future.result()
-        used = artifact.resources
-        assert used is not None
-        assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), config
-        assert artifact.facts["advice"] == [], config
+        clean(future.result())
 
 
 def test_accumulators_of_wide_windows_stay_in_registers(device_compiler: Compiler) -> None:
     """A call that nvcc does not inline has them in local memory, without a spill."""
     assert FAMILY.violations(*WIDE, DEFAULT_GPU) == []
     [(_, future)] = device_compiler.submit(DEVICE_ALL[-1:])
-    used = future.result().resources
-    assert used is not None
-    assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+    assert clean(future.result()).stack_bytes == 0
 
 
 @pytest.mark.usefixtures("usual")
@@ -170,10 +162,7 @@ def test_products_of_halves_are_not_serialized(number: int, device_compiler: Com
     """Where a way with half of the keys meets one with all, no product may be in flight."""
     assert FAMILY.violations(*SKIPPING[number - len(PAGED)], DEFAULT_GPU) == []
     [(_, future)] = device_compiler.submit([DEVICE_ALL[number]])
-    used = future.result().resources
-    assert used is not None
-    assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
-    assert future.result().facts["advice"] == []
+    assert clean(future.result()).stack_bytes == 0
 
 
 @pytest.mark.usefixtures("usual")
@@ -184,10 +173,7 @@ def test_paged_kernels_compile_without_spills_or_advice(
     problem, config = PAGED[number]
     assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
     [(spec, future)] = device_compiler.submit([DEVICE_ALL[number]])
-    used = future.result().resources
-    assert used is not None
-    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0)
-    assert future.result().facts["advice"] == []
+    used = clean(future.result())
     groups = config["warp_groups"]
     of_groups = groups * spec.variables["consumer_registers"]
     assert spec.variables["producer_registers"] + of_groups <= used.registers * (groups + 1)
@@ -304,12 +290,11 @@ def test_probabilities_of_e4m3_meet_their_values(tmp_path: Path) -> None:
         parts.append(f"namespace k_{number} {{{layouts}{matrices[0]}{MEETINGS}}}\n")
     say = 'std::printf("%d\\n", k_{}::wrong());\n'
     calls = "".join(say.format(number) for number in range(len(sizes)))
-    source = tmp_path / "meetings.cpp"
-    source.write_text(
+    text = (
         f"{INCLUDES}#include <vector>\n{''.join(operations)}{EMULATED}{''.join(parts)}"
         f"int main() {{\n{calls}}}\n"
     )
-    assert _run_on_host(source) == [0] * len(sizes)
+    assert run_on_host(tmp_path, text, has_cute=True).split() == ["0"] * len(sizes)
 
 
 def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
@@ -330,19 +315,5 @@ def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
         expected.append(smem_bytes(problem, config))
     sizes = ", ".join(f"sizeof(k_{number}::Storage)" for number in range(len(SIZES)))
     main = f'int main() {{ for (auto size : {{{sizes}}}) std::printf("%zu\\n", size); }}\n'
-    source = tmp_path / "sizes.cpp"
-    source.write_text(INCLUDES + "".join(parts) + main)
-    assert _run_on_host(source) == expected
-
-
-def _run_on_host(source: Path) -> list[int]:
-    """The numbers that a program without CUDA prints."""
-    tools = find_toolchain()
-    program = source.with_suffix("")
-    command = [str(tools.nvcc), "-x=c++", f"-ccbin={tools.host_compiler}", "-std=c++17", "-w"]
-    command += [f"-I{path}" for path in include_dirs(tools.cutlass)]
-    command += [f"-L{path}" for path in tools.library_dirs]
-    command += ["-O1", "-o", str(program)]
-    subprocess.run([*command, str(source)], check=True, timeout=300)
-    done = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60)
-    return [int(number) for number in done.stdout.split()]
+    found = run_on_host(tmp_path, INCLUDES + "".join(parts) + main, has_cute=True)
+    assert list(map(int, found.split())) == expected

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import random
 import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 from emulated_scores import PREAMBLE
 from fused_configs import maker
-from rendered import part
+from rendered import clean, part, run_on_host
 
 from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
-from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
 from tuner.families.fused_attention import FusedAttention
 from tuner.hardware import DEFAULT_GPU
@@ -199,19 +197,12 @@ def test_each_query_sees_the_keys_of_its_mask_once(tmp_path: Path) -> None:
         for number in range(len(CASES))
     )
     program = f"{PREAMBLE}{TABLES}{''.join(kernels)}int main(int argc, char** argv) {{\n{calls}}}\n"
-    (tmp_path / "sparse.cpp").write_text(program)
-    tools = find_toolchain()
-    command = [str(tools.host_compiler), "-std=c++17", "-O2", "-w", "-o", "sparse", "sparse.cpp"]
-    subprocess.run(command, check=True, timeout=200, cwd=tmp_path)
     names = []
     for number, case in enumerate(CASES):
         for seed in range(8):
             names.append(f"{number}-{seed}")
             written(tmp_path / names[-1], *case, seed)
-    done = subprocess.run(
-        ["./sparse", *names], check=True, capture_output=True, text=True, timeout=200, cwd=tmp_path
-    )
-    assert done.stdout.split() == ["0"] * len(names)
+    assert run_on_host(tmp_path, program, arguments=names).split() == ["0"] * len(names)
 
 
 @pytest.mark.usefixtures("usual")
@@ -220,11 +211,7 @@ def test_they_compile_without_spills_or_advice(number: int, device_compiler: Com
     problem, config = KERNELS[number]
     assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
     [(_, future)] = device_compiler.submit([ALL[number]])
-    artifact = future.result()
-    used = artifact.resources
-    assert used is not None
-    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), config
-    assert artifact.facts["advice"] == [], config
+    clean(future.result())
 
 
 def test_drawn_masks_hold_every_kind_of_block() -> None:
