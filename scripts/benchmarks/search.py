@@ -1,7 +1,7 @@
 """The search itself: recorded sweeps replayed, repeated and listed sweeps, ways to compile.
 
 Results of ``recorded`` make expected seconds and losses (``tuner fit stopping``). Each sweep of
-``repeats``, ``sweeps`` and ``metrics`` is a process of its own, ``tuner sweep``.
+``repeats`` and ``sweeps`` is a process of its own, ``tuner sweep``.
 """
 
 from __future__ import annotations
@@ -164,15 +164,6 @@ BENCH = Bench(
             search_sweeps.beside,
             search_sweeps.line,
             search_sweeps.sweeps_table,
-            limit_s=HOUR_S,
-            is_fresh=True,
-        ),
-        "metrics": Preset(
-            "seconds to the best kernel, compiles, shares of the time in nvcc and on the GPU",
-            search_sweeps.observed,
-            search_sweeps.observe,
-            search_sweeps.line,
-            search_sweeps.metrics_table,
             limit_s=HOUR_S,
             is_fresh=True,
         ),

@@ -1,4 +1,4 @@
-"""Sweeps by processes of their own: agreement of seeds, seconds, excess, and the tuner's metrics.
+"""Sweeps by processes of their own: agreement of seeds, seconds, and excess.
 
 Each sweep is ``tuner sweep`` into an empty store. A case of the last kind of `repeats` reads the
 rows before it, and times all winners in one interleaved pass.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from tuner.families import families, families_of
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance, Regime
-from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
+from tuner.problem import PROBLEMS, Problem
 from tuner.runners import recording_archive
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
@@ -55,13 +55,6 @@ TIE = 0.01
 """Distance of times that count as equal."""
 FIRST = "verified after"
 """Part of the line with which a sweep tells its first answer."""
-OBSERVED: tuple[Problem, ...] = (
-    AttentionProblem.parse("S=1024,D=64"),
-    AttentionProblem.parse("H=32,HKV=8,S=4096,D=128,causal=1,dtype=bf16"),
-    GemmProblem.parse("M=4096,N=4096,K=4096"),
-    GemmProblem.parse("M=16,N=14336,K=4096"),
-)
-"""Problems of the tuner's own metrics."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +98,6 @@ def listed(args: Namespace) -> list[SeededSweep]:
     """Problems of a file, else of the acceptance suite."""
     problems = read_problems(args.problems) if args.problems else SUITES["acceptance"].problems
     return [SeededSweep(problem) for problem in problems]
-
-
-def observed(_: Namespace) -> list[SeededSweep]:
-    """Problems of the tuner's own metrics."""
-    return [SeededSweep(problem) for problem in OBSERVED]
 
 
 def swept(
@@ -342,28 +330,9 @@ def _variants(problem: Problem, group: Sequence[Config], gpu: Gpu) -> list[Confi
     return sorted(group, key=lambda one: family.predict_us(problem, one, gpu))[:VARIANTS]
 
 
-def observe(case: SeededSweep, args: Namespace) -> Row:
-    """A sweep with an empty cache, and the shares of its seconds: of all cores in nvcc and in
-    other processes, and of the GPU.
-    """
-    with gpu_values(args.device) as use:
-        row = swept(case, args)
-    cores_s = row["process_s"] * row["cores"]
-    gpu = statistics.fmean(use) / 100 if use else None
-    shares = {
-        "nvcc": round(row["compile_cpu_s"] / cores_s, 3),
-        "other CPU": round((row["cpu_s"] - row["compile_cpu_s"]) / cores_s, 3),
-        "GPU": None if gpu is None else round(gpu, 3),
-        "GPU idle": None if gpu is None else round(1 - gpu, 3),
-    }
-    return {**row, "shares": shares}
-
-
 @contextmanager
-def gpu_values(device: str, name: str = "utilization.gpu") -> Iterator[list[float]]:
-    """A quantity of nvidia-smi's, five values a second, when the context ends; by default the
-    percent of the time that the GPU computes.
-    """
+def gpu_values(device: str, name: str) -> Iterator[list[float]]:
+    """A quantity of nvidia-smi's, five values a second, when the context ends."""
     query = (f"--query-gpu={name}", "--format=csv,noheader,nounits", "-lms", "200")
     values: list[float] = []
     with tempfile.TemporaryFile("w+") as file:
@@ -383,16 +352,11 @@ def line(row: Row) -> str:
     if "over_best" in row:
         return f"{row['case']}: the worst {max(row['over_best'].values()):.4f} of the best"
     excess = f"; {row['excess']:.1%} over {row['built']} kernels" if "excess" in row else ""
-    shares = "; " + _shares(row["shares"]) if "shares" in row else ""
     return (
         f"{row['case']}: {row['elapsed_s']:.1f} s, first own {row['first_own_s']} s, "
         f"{row['kernels']} sets, {row['compiled']} compiled in {row['compile_cpu_s']} CPU-s, "
-        f"{row['us']['tuner']:.2f} us{excess}{shares}"
+        f"{row['us']['tuner']:.2f} us{excess}"
     )
-
-
-def _shares(shares: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
 
 
 def repeats_table(rows: Sequence[Row]) -> list[str]:
@@ -439,20 +403,3 @@ def sweeps_table(rows: Sequence[Row]) -> list[str]:
             )
         )
     return markdown(lines)
-
-
-def metrics_table(rows: Sequence[Row]) -> list[str]:
-    """A line a problem: seconds to the best kernel, compiles, and shares of the time."""
-    names = ("process_s", "first_answer_s", "best_s", "compiled", "given_up")
-    shares = ("nvcc", "other CPU", "GPU", "GPU idle")
-    head = ("problem", "s", "first answer", "best compiled", "compiled", "given up", *shares)
-    lines = [
-        (
-            row["case"],
-            *("" if row[name] is None else str(row[name]) for name in names),
-            *("" if (v := row["shares"][name]) is None else f"{v:.0%}" for name in shares),
-        )
-        for row in rows
-        if "shares" in row
-    ]
-    return markdown([head, *lines])

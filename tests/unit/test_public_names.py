@@ -14,84 +14,22 @@ import pytest
 import tuner
 from tuner.base.install import extra_command
 
-NAMES = {
-    "AttentionBackwardProblem",
-    "AttentionProblem",
-    "BenchmarkError",
-    "CompileError",
-    "Config",
-    "ConfigError",
-    "Entry",
-    "GemmProblem",
-    "Gpu",
-    "GroupedGemmProblem",
-    "LookupResult",
-    "Measurement",
-    "NoValidConfigError",
-    "NotInvariantError",
-    "Provenance",
-    "Regime",
-    "RenderError",
-    "SoftmaxProblem",
-    "Status",
-    "StoreError",
-    "SwigluProblem",
-    "TunerError",
-    "__version__",
-    "attention",
-    "attention_varlen",
-    "deterministic",
-    "disable",
-    "enable",
-    "enabled",
-    "grouped_mm",
-    "interleave",
-    "linear",
-    "linear_problems",
-    "lookup",
-    "matmul",
-    "mla_decode",
-    "moe",
-    "paged_append",
-    "paged_attention",
-    "prepare",
-    "prepare_block_mask",
-    "quantise",
-    "restore_linear_",
-    "scaled_mm",
-    "sparse_attention",
-    "stats",
-    "sweep",
-    "swiglu",
-    "tune_linear_",
-}
 #: Names that only an environment with PyTorch has.
-TORCH_NAMES = {
-    "attention",
-    "attention_varlen",
-    "deterministic",
-    "disable",
-    "enable",
-    "enabled",
-    "grouped_mm",
-    "interleave",
-    "linear",
-    "linear_problems",
-    "matmul",
-    "mla_decode",
-    "moe",
-    "paged_append",
-    "paged_attention",
-    "prepare",
-    "prepare_block_mask",
-    "quantise",
-    "restore_linear_",
-    "scaled_mm",
-    "sparse_attention",
-    "stats",
-    "swiglu",
-    "tune_linear_",
-}
+TORCH_NAMES = set(
+    """
+attention attention_varlen deterministic disable enable enabled grouped_mm interleave linear
+linear_problems matmul mla_decode moe paged_append paged_attention prepare prepare_block_mask
+quantise restore_linear_ scaled_mm sparse_attention stats swiglu tune_linear_
+""".split()
+)
+NAMES = TORCH_NAMES | set(
+    """
+AttentionBackwardProblem AttentionProblem BenchmarkError CompileError Config ConfigError Entry
+GemmProblem Gpu GroupedGemmProblem LookupResult Measurement NoValidConfigError NotInvariantError
+Provenance Regime RenderError SoftmaxProblem Status StoreError SwigluProblem TunerError __version__
+lookup sweep
+""".split()
+)
 needs_torch = pytest.mark.skipif(
     not importlib.util.find_spec("torch"), reason="torch is not installed"
 )
