@@ -121,8 +121,11 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     """The runtime, with CPU tensors served as an H200's and no portfolio; every call goes through
     Python.
     """
+    import torch
+
     devices = runtime.devices
     monkeypatch.setattr(devices, "TYPE", "cpu")
+    monkeypatch.setattr(devices, "is_autocast", lambda: torch.is_autocast_enabled("cpu"))
     monkeypatch.setattr(devices, "gpu_of", lambda index: DEFAULT_GPU)
     monkeypatch.setattr(devices, "stream_of", lambda index: STREAM)
     monkeypatch.setattr(devices, "stream_function", lambda: _stream)

@@ -211,7 +211,7 @@ def known(
     is_plain = type(query) is type(key) is type(value) is torch.Tensor
     if not is_plain or guards.wants_gradient(*tensors):
         return None
-    if torch.is_autocast_enabled(devices.TYPE):
+    if devices.is_autocast():
         return None
     try:
         kind = _kind(query, key, value, (is_causal, scale, enable_gqa, NONE), None)

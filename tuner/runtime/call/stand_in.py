@@ -7,11 +7,11 @@ to the table's next look at the store. All others are left to the caller.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Hashable, Mapping
+from time import monotonic
 from typing import Any, Final, Literal
 
-from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch.nn.functional import linear as pytorch_linear
 from torch.nn.functional import scaled_dot_product_attention as pytorch_attention
 
@@ -90,8 +90,8 @@ def attention(
                 is_grad_enabled()
                 and (query.requires_grad or key.requires_grad or value.requires_grad)
             )
-            or is_autocast_enabled(devices.TYPE)
-            or time.monotonic() >= _ends
+            or devices.is_autocast()
+            or monotonic() >= _ends
         ):
             return None
     except _FAULTS:
@@ -134,7 +134,7 @@ def _holds(a: Tensor, b: Tensor, bias: Tensor | None, which: object) -> bool:
                     a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
                 )
             )
-            or time.monotonic() >= _ends
+            or monotonic() >= _ends
         ):
             return False
     except _FAULTS:
@@ -161,7 +161,7 @@ def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, found_i
         and guards.are_plain(*tensors)
         and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
         and not guards.wants_gradient(*tensors)
-        and not is_autocast_enabled(devices.TYPE)
+        and not devices.is_autocast()
     )
     if not is_held:
         return
