@@ -17,6 +17,7 @@ from tuner.cli import aot, main
 from tuner.cli import build as command
 from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import ArtifactCache
+from tuner.families.base import KernelSpec
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem, Problem, written
 from tuner.problem.steps import steps
@@ -202,8 +203,9 @@ def test_progress_tells_the_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = list(answering(SELECTED, H200).kernels.values())
-    progress = aot._Progress(4, 1, dict.fromkeys(kernels, 0.5), 100.0)
+    shares = {**dict.fromkeys(kernels, 0.2), KernelSpec("toy.cu.j2", {}): 0.2}
+    progress = aot._Progress(4, 1, shares, 100.0)
     monkeypatch.setattr(time, "monotonic", lambda: 110.0)
     progress.tell(kernels, 2, 0)
     said = capsys.readouterr().err
-    assert said == "2 of 4 kernels for 50 % of the calls' time, 10 s, about 20 s left\n"
+    assert said == "2 of 4 kernels for 50 % of own kernels' time, 10 s, about 20 s left\n"

@@ -154,8 +154,8 @@ class _Progress:
             return
         passed_s, ended = time.monotonic() - self._started, self._count - left
         text = f"{ended} of {self._count} kernels"
-        if self._shares:
-            text += f" for {100 * self._share:.0f} % of the calls' time"
+        if every := sum(self._shares.values()):
+            text += f" for {100 * self._share / every:.0f} % of own kernels' time"
         text += f", {passed_s:.0f} s"
         if left and ended > self._there:
             text += f", about {left * passed_s / (ended - self._there):.0f} s left"

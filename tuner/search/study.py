@@ -71,12 +71,11 @@ class Effort:
 
 
 #: Quick: at most 16 kernels for each family of attention, 40 for GEMM. A group is started if it is
-#: expected to save 0.2 %. Replayed on 19 recordings with 16 parallel compiles that took 149 groups,
-#: 0.1 % took 169, and no time was lost. The price of waiting is 0.1 % a second. Simulated on 16
-#: cores (`scripts/bench search`, 11 recordings), half of the searches end within 36 s, nine of
-#: ten within 61 s, and one in ten loses 0.36 %. Half the price loses 0.27 %, and waiting for all
-#: kernels takes 84 s and loses 0.19 %. Twice the price loses 0.9 % in one of ten. Full: 200 groups
-#: for each family, which enumerates all smaller spaces, and all compiles are waited for.
+#: expected to save 0.2 %, by what came in recorded searches. The price of waiting is 0.1 % a second.
+#: Simulated on 16 cores (`scripts/bench search`, 36 recordings), half of the searches end within
+#: 32 s, nine of ten within 44 s, and one in ten loses 0.2 %. Waiting for all kernels takes 36 s and
+#: loses 0.1 %. Twice the price loses 1.2 % in one of ten. Full: 200 groups for each family, which
+#: enumerates all smaller spaces, and all compiles are waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials={
