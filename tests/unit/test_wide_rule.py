@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from noted_kernels import find_kernels
 
 from tuner.config import Config
 from tuner.families import families
@@ -111,3 +113,32 @@ def test_a_proof_draws_all_wide_heads() -> None:
     drawn = [trial.problem for trial in trials(target, DEFAULT_GPU, 64, 0)]
     widths = {one.head_dim for one in drawn if isinstance(one, AttentionProblem)}
     assert widths == set(range(264, 513, 8))
+
+
+def test_calls_of_every_kind_are_posed_and_answered_without_a_kernel(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import tuner
+
+    starts = torch.tensor([0, 40, 70]).int()
+    packed = torch.randn(3, 70, 4, 264).half()
+    pages = torch.randn(2, 4, 16, 2, 264).half()
+    table, lengths = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([20, 7]).int()
+    dense = [tensor[None].transpose(1, 2) for tensor in packed]
+
+    def calls() -> list[torch.Tensor]:
+        return [
+            tuner.attention(*dense, window=(8, 0), softcap=20.0),
+            tuner.attention_varlen(*packed, starts, starts, 40, 40, is_causal=True),
+            tuner.paged_attention(packed[0, :2], *pages, table, lengths),
+        ]
+
+    for out in (tuner.attention(*dense, is_causal=True), *calls()):
+        assert out.isfinite().all()
+    served = find_kernels(on_cpu, monkeypatch, lambda problem: FAMILY)
+    calls()
+    posed = [problem for _, problem in served.posed]
+    assert [rule_of(problem) for problem in posed] == [wide_rule] * 3
+    assert [problem.is_paged for problem in posed] == [False, False, True]
+    assert len(served.launched) == 3
