@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import statistics
 import subprocess
 from argparse import Namespace
@@ -145,11 +146,11 @@ def _own(search: Search, replayed: Replayed, most: int) -> list[Config]:
 def _optuna(name: str, seed: int, times: Mapping[Config, float], most: int) -> list[Config]:
     """Configs in the order of a sampler of Optuna over their parameters.
 
-    A proposal stands for the config of the space that has most of its values; of several that of
-    the smallest digest, since recorded ones lie in the order of a search.
+    A proposal stands for the config of the space that has most of its values, any of several.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     configs = sorted(times, key=lambda config: config.digest)
+    rng = random.Random(seed)
     choices = choices_of([config.params for config in configs])
     rows = {config: values_of(config, list(choices)) for config in configs}
     study = optuna.create_study(sampler=getattr(optuna.samplers, name)(seed=seed))
@@ -157,7 +158,7 @@ def _optuna(name: str, seed: int, times: Mapping[Config, float], most: int) -> l
     for _ in range(MAX_REPEATS * most):
         trial = study.ask()
         proposed = [trial.suggest_categorical(name, values) for name, values in choices.items()]
-        config = max(rows, key=lambda one: sum(map(eq, rows[one], proposed)))
+        config = max(configs, key=lambda c: (sum(map(eq, rows[c], proposed)), rng.random()))
         study.tell(trial, times[config])
         order.setdefault(config)
         if len(order) == most:

@@ -167,6 +167,7 @@ class CountingRunner(ReplayRunner):
     ) -> None:
         super().__init__(recorded)
         self.submitted: Counter[str] = Counter()
+        self.configs: list[Config] = []
         self.prefetched: list[Problem] = []
         self.retimed: list[int] = []
         self.collected = 0
@@ -174,6 +175,7 @@ class CountingRunner(ReplayRunner):
 
     def submit(self, problem: Problem, group: Sequence[Config]) -> None:
         self.submitted.update(f"{problem.key} {config.digest}" for config in group)
+        self.configs += group
         super().submit(problem, group)
 
     def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:

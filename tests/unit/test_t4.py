@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from ast import literal_eval
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import GPUS
-from tuner.measurement import Measurement, Regime, Status
+from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem
 from tuner.store import t4
 
@@ -59,10 +61,55 @@ def test_several_problems_are_refused_with_the_option_that_chooses() -> None:
         t4.results([measured(), other])
 
 
-def test_the_text_is_valid_by_kernel_tuner_s_own_schema() -> None:
+def test_a_space_has_the_measured_values_and_combinations() -> None:
+    other = Config("fused_attention", {"tile_n": 64, "splits": 2})
+    document = t4.space([measured(), measured(other)])
+    parameters = document["ConfigurationSpace"]["TuningParameters"]
+    values = {one["Name"]: literal_eval(one["Values"]) for one in parameters}
+    assert values == {
+        "family": ["fused_attention"],
+        "pdl": [1, t4.ABSENT],
+        "splits": [2, t4.ABSENT],
+        "tile_n": [64, 128],
+    }
+    kinds = {one["Name"]: one["Type"] for one in parameters}
+    assert kinds == {"family": "string", "pdl": "string", "splits": "string", "tile_n": "int"}
+    (condition,) = document["ConfigurationSpace"]["Conditions"]
+    legal = [
+        dict(zip(values, row, strict=True))
+        for row in product(*values.values())
+        if eval(condition["Expression"], {}, dict(zip(values, row, strict=True)))
+    ]
+    assert [one["tile_n"] for one in legal] == [128, 64]
+    assert condition["Parameters"] == list(values)
+
+
+def test_metadata_names_the_machine() -> None:
+    facts = Environment({"driver": "580.159", "cuda": 13.0})
+    document = t4.metadata([measured().but(environment=facts)])["metadata"]
+    assert document["hardware"]["hardware_description"][0]["product_name"] == "NVIDIA H200"
+    assert document["environment"]["requirements"] == ["cuda==13.0", "driver==580.159"]
+
+
+@pytest.mark.parametrize("name", ["t1", "t4-metadata"])
+def test_every_format_is_of_one_space(name: str) -> None:
+    other = measured().but(problem=AttentionProblem(2048, 2048, 64))
+    with pytest.raises(ConfigError, match="one search space"):
+        t4.FORMATS[name]([measured(), other])
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("t4", f"T4/{t4.SCHEMA_VERSION}/results-schema.json"),
+        ("t4-metadata", f"T4/{t4.SCHEMA_VERSION}/metadata-schema.json"),
+        ("t1", f"T1/{t4.SCHEMA_VERSION}/input-schema.json"),
+    ],
+)
+def test_the_text_is_valid_by_kernel_tuner_s_own_schema(name: str, schema: str) -> None:
     spec = importlib.util.find_spec("kernel_tuner")
     if spec is None or spec.origin is None:
         pytest.skip("kernel-tuner is not installed")
-    path = Path(spec.origin).parent / "schema" / "T4" / t4.SCHEMA_VERSION / "results-schema.json"
-    document = json.loads(t4.text(t4.results([measured()])))
+    path = Path(spec.origin).parent / "schema" / schema
+    document = json.loads(t4.text(t4.FORMATS[name]([measured()])))
     jsonschema.validate(document, json.loads(path.read_text(encoding="utf-8")))

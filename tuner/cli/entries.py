@@ -77,14 +77,20 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("tuner", "t4"),
+        choices=("tuner", "t4", "t4-metadata", "t1"),
         default="tuner",
-        help="t4: the results format of Kernel Tuner and others, of one problem (default: tuner)",
+        help="t4, t4-metadata: results and their machine in the format of Kernel Tuner and others, "
+        "of one problem; t1: the measured search space (default: tuner)",
     )
     parser = _add(
         subparsers, "import", import_file, "add the entries of an exported file to the store"
     )
-    parser.add_argument("file", type=Path, help="file of `tuner store export`")
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="file of `tuner store export`; a CSV file of CUTLASS's profiler or a table of vLLM "
+        "(E=...,N=....json, N=...,K=....json) gives hints, which sweeps try first",
+    )
     parser = _add(
         subparsers, "pin", pin, "serve one measured config in place of the decided winner"
     )
@@ -255,9 +261,10 @@ def export(args: argparse.Namespace) -> int:
         document = store.export(**filters, trials=args.trials)
     if not document["entries"] and not document["measurements"]:
         raise NoValidConfigError(f"nothing to export: no such entry in {_source(args)}")
-    if args.format == "t4":
-        document = t4.results(exchange.read(document)[0])
-        text, what = t4.text(document), describe.counted(len(document["results"]), "result")
+    if args.format != "tuner":
+        document = t4.FORMATS[args.format](exchange.read(document)[0])
+        rows = document.get("results", ())
+        text, what = t4.text(document), describe.counted(len(rows), "result") if rows else "it"
     else:
         counts = (
             describe.counted(len(document[name]), noun)
@@ -273,9 +280,16 @@ def export(args: argparse.Namespace) -> int:
 
 
 def import_file(args: argparse.Namespace) -> int:
-    """Import an exported file, as a whole or not at all."""
+    """Import an exported file, as a whole or not at all; or hints of another tuner's file."""
+    from tuner.search import hints
     from tuner.store.exchange import load
 
+    if hints.is_hints(args.file):
+        named = hints.read(args.file)
+        hints.add(named)
+        text = f"{describe.counted(len(named), 'hint')} added: sweeps try and measure them first"
+        print(json.dumps({"hints": len(named)}) if args.json else text)
+        return 0
     document = load(args.file)
     with open_store(_url(args)) as store:
         try:

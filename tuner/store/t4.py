@@ -1,6 +1,6 @@
-"""Measurements of one problem in T4, the results format that tuners share.
+"""Measurements of one problem in T4, the results format that tuners share, and in T1 their space.
 
-Kernel Tuner's wheel has the format's JSON schemas, whose keys are used. Times are milliseconds, as
+Kernel Tuner's wheel has the formats' JSON schemas, whose keys are used. Times are milliseconds, as
 its own files have them; those that no measurement holds are left out.
 
 A file holds one search space, so a document with several problems, GPUs or regimes is refused.
@@ -11,13 +11,16 @@ configuration's final time stands where it has one; ``pass`` says which it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tuner.config import Value
 from tuner.errors import ConfigError
 from tuner.measurement import Measurement, Status
 
 SCHEMA_VERSION = "1.0.0"
+ABSENT = "(absent)"
+"""Value of a parameter that a config does not have."""
 INVALIDITY: Mapping[Status, str] = {
     Status.OK: "correct",
     Status.COMPILE_ERROR: "compile",
@@ -47,18 +50,8 @@ def results(measurements: Iterable[Measurement]) -> dict[str, Any]:
     Raises:
         ConfigError: when they are of several, which the message counts.
     """
-    every = sorted(measurements, key=lambda m: (m.is_final, m.created_at))
-    latest = {m.config.digest: m for m in every}
-    for name, values in {
-        "problems (choose by --shape)": {m.problem.key for m in every},
-        "GPUs (choose by --gpu)": {m.gpu.identity for m in every},
-        "regimes (choose by --regime and --l2)": {m.regime.key for m in every},
-    }.items():
-        if len(values) > 1:
-            raise ConfigError(
-                f"a T4 file holds one search space, and here are {len(values)} {name}"
-            )
-    first = every[0]
+    latest = _of_one_space(measurements)
+    first = next(iter(latest.values()))
     return {
         "schema_version": SCHEMA_VERSION,
         "metadata": {
@@ -73,8 +66,97 @@ def results(measurements: Iterable[Measurement]) -> dict[str, Any]:
     }
 
 
+def metadata(measurements: Iterable[Measurement]) -> dict[str, Any]:
+    """A T4 document of the machine of measurements.
+
+    Raises:
+        ConfigError: as of `results`.
+    """
+    first = next(iter(_of_one_space(measurements).values()))
+    facts = dict(first.environment.facts)
+    gpu = {"product_name": first.gpu.name, "multiprocessors": first.gpu.sm_count}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "metadata": {
+            "hardware": {"hardware_description": [gpu], "operating_system": "Linux"},
+            "environment": {
+                "device_query": {"gpu": gpu, **facts},
+                "requirements": [f"{name}=={value}" for name, value in sorted(facts.items())],
+            },
+        },
+    }
+
+
+def space(measurements: Iterable[Measurement]) -> dict[str, Any]:
+    """A T1 document of the measured search space: each parameter's values, and as a condition the
+    combinations that were measured.
+
+    Raises:
+        ConfigError: as of `results`.
+    """
+    latest = _of_one_space(measurements)
+    first = next(iter(latest.values()))
+    configs = [_values(m) for m in latest.values()]
+    names = sorted({name for config in configs for name in config})
+    rows = [tuple(config.get(name, ABSENT) for name in names) for config in configs]
+    parameters = []
+    for name, column in zip(names, zip(*rows, strict=True), strict=True):
+        values = sorted(set(column), key=lambda value: (isinstance(value, str), value))
+        kind = "string" if any(isinstance(value, str) for value in values) else "int"
+        parameters.append({"Name": name, "Type": kind, "Values": repr(values)})
+    condition = f"({', '.join(names)},) in {sorted(set(rows), key=repr)!r}"
+    return {
+        "General": {"FormatVersion": 1, "TimeUnit": "Milliseconds", "OutputFormat": "JSON"},
+        "ConfigurationSpace": {
+            "TuningParameters": parameters,
+            "Conditions": [{"Parameters": names, "Expression": condition}],
+        },
+        "KernelSpecification": {
+            **{"Language": "CUDA", "KernelName": first.problem.op, "KernelFile": ""},
+            **{"GlobalSize": {"X": "1"}, "LocalSize": {"X": "1"}},
+            **{"Device": {"Name": first.gpu.name}, "ProblemSize": [1], "Arguments": []},
+        },
+    }
+
+
+FORMATS: Mapping[str, Callable[[Iterable[Measurement]], dict[str, Any]]] = {
+    "t4": results,
+    "t4-metadata": metadata,
+    "t1": space,
+}
+"""Functions that make a document, by the name of its format."""
+
+
+def _of_one_space(measurements: Iterable[Measurement]) -> dict[str, Measurement]:
+    """Measurements of one search space by config, the final or the latest ones.
+
+    Raises:
+        ConfigError: when they are of several, which the message counts.
+    """
+    every = sorted(measurements, key=lambda m: (m.is_final, m.created_at))
+    latest = {m.config.digest: m for m in every}
+    for name, values in {
+        "problems (choose by --shape)": {m.problem.key for m in every},
+        "GPUs (choose by --gpu)": {m.gpu.identity for m in every},
+        "regimes (choose by --regime and --l2)": {m.regime.key for m in every},
+    }.items():
+        if len(values) > 1:
+            raise ConfigError(
+                f"a T4 file holds one search space, and here are {len(values)} {name}"
+            )
+    return latest
+
+
+def _values(measurement: Measurement) -> dict[str, Value]:
+    """Parameters of a config and its family, truths as numbers."""
+    params = {"family": measurement.config.family, **measurement.config.params}
+    return {name: int(v) if isinstance(v, bool) else v for name, v in params.items()}
+
+
 def text(document: Mapping[str, Any]) -> str:
     """The document as JSON, a line each for its results."""
+    if "results" not in document:
+        return json.dumps(document, indent=1, sort_keys=True) + "\n"
     head = {name: value for name, value in document.items() if name != "results"}
     rows = ",\n".join(json.dumps(row, sort_keys=True) for row in document["results"])
     return f'{json.dumps(head, sort_keys=True)[:-1]}, "results": [\n{rows}\n]}}\n'

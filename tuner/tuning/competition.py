@@ -13,7 +13,7 @@ from tuner.families.base import Family, without_fallbacks
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.base import Runner
-from tuner.search import ranking
+from tuner.search import hints, ranking
 from tuner.search.expectation import expected
 from tuner.search.family_search import FamilySearch
 from tuner.search.study import (
@@ -272,6 +272,13 @@ class Competition:
         standing = self.standing()
         named = {family.name for family in self.own}
         return standing or next((c for c in self._portfolio if c.family in named), None)
+
+    def hinted(self, search: Search) -> list[Config]:
+        """Configs that imported hints name, which are tried first."""
+        configs = hints.first(self.problem, self.runner.gpu, search.members, hints.stored())
+        if configs:
+            self._note(f"hints are tried first: {len(configs)} of {hints.file()}")
+        return configs
 
     def _beyond(self, family: Family, space: Sequence[Config]) -> Sequence[Config]:
         """Configs that the family's space leaves out, as it does with persistent blocks for few

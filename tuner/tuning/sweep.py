@@ -192,6 +192,7 @@ class Sweep:
         search = competition.main_search(families)
         leader = competition.leader
         first = [] if leader is None else [search.take(leader)]
+        first += map(search.take, competition.hinted(search))
         self._drive("search", self.problem, search, first, compiled=compiled)
         self._saving = search.expected_saving()
         self.runner.abandon(self.problem)
