@@ -38,6 +38,10 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
         "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 600,
         make(2, 128, packed_heads=4, persistent=True, pdl=True, whole_rows=True, copy_warps=3),
     ),
+    "chunk, longest first": (
+        "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 600,
+        make(2, 128, packed_heads=4, persistent=True, pdl=True, longest_first=True),
+    ),
     "chunk, one tile a block": (
         "H=8,HKV=2,D=128,causal=1,dtype=bf16", (64, 320), 600,
         make(2, 128, packed_heads=4, pdl=True),

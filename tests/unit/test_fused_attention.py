@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from fused_configs import maker
 from goldens import Goldens
@@ -167,6 +169,23 @@ def test_boxes_are_as_wide_as_pages_and_tiles_allow() -> None:
         "box_rows is for paged caches, only"
     ]
     assert "box_rows" not in FAMILY.carried(dense, make(1, 64, box_rows=16)).params
+
+
+@pytest.mark.parametrize(
+    ("text", "params", "is_legal"),
+    [
+        ("causal=1", {"persistent": True}, True),
+        ("causal=1", {"persistent": False}, False),
+        ("causal=1", {"persistent": True, "stream_k": True}, False),
+        ("causal=0", {"persistent": True}, False),
+    ],
+)
+def test_the_longest_tiles_come_first_where_a_counter_hands_them_out(
+    text: str, params: Mapping[str, Value], is_legal: bool
+) -> None:
+    problem = AttentionProblem.parse(f"SQ=300,SKV=999,D=128,page_size=16,{text}")
+    config = make(2, 128, q_in_registers=False, longest_first=True, **params)
+    assert ([] == FAMILY.violations(problem, config, DEFAULT_GPU)) is is_legal
 
 
 def test_whole_rows_are_of_heads_that_tma_does_not_fill_up() -> None:
@@ -446,6 +465,10 @@ RENDERED = {
             whole_rows=True,
             copy_warps=3,
         ),
+    ),
+    "paged_longest_first": (
+        "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48",
+        make(2, 128, packed_heads=4, ping_pong=True, persistent=True, longest_first=True),
     ),
     "paged_e4m3": (
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48,dtype=e4m3",

@@ -114,6 +114,7 @@ class FusedAttention(Family):
         "whole_rows": (True,),
         "copy_warps": (3,),
         "stream_k": (True,),
+        "longest_first": (True,),
         "split_keys": (256, 512, 1024, 2048),
         "carries_parts": (True,),
     }
@@ -121,8 +122,8 @@ class FusedAttention(Family):
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
-            *("stream_k", "rescale", "turn_ends", "split_keys", "carries_parts"),
-            *("column_groups", "cluster_rows"),
+            *("stream_k", "longest_first", "rescale", "turn_ends", "split_keys"),
+            *("carries_parts", "column_groups", "cluster_rows"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {

@@ -112,6 +112,8 @@ def _chunks(head_dim: int) -> Iterator[Config]:
         yield from (_with(one, whole_rows=True, copy_warps=3, **lazy) for one in both)
     copies = {"copy_warps": 3, **lazy} if head_dim in _COPIED_CHUNKS else {}
     yield from (_with(one, **copies) for one in both)
+    if head_dim == 64:
+        yield from (_tall(head_dim, heads) for heads in (4, 1))
 
 
 def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config]:
@@ -160,6 +162,7 @@ def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
         "blocks_per_sm": 1,
         "pdl": True,
         "box_rows": box_rows,
+        "longest_first": True,
     }
     return _packed(params, packed)
 
