@@ -83,7 +83,7 @@ class Transfer:
                         more = {} if combine is None else {"combine": combine}
                         config = Config(kernel.family, {**kernel.params, **more})
                         rates = dense.rates
-                        if is_short and (factor := domain.short_factor) != 1:
+                        if (factor := domain.donor_factor(kernel)) != 1:
                             rates = {term: us * factor for term, us in rates.items()}
                         candidates.append(replace(dense, config=config, rates=rates))
                         source = source or models

@@ -273,10 +273,10 @@ class AttentionDomain(_Attention, Domain):
             is_windowed=is_windowed,
         )
 
-    @property
-    def short_factor(self) -> float:
-        """Time of a kernel of one warp group, over that by the rates of a dense kernel like it."""
-        return paged.SHORT_AT_PROMPTS if self.is_paged and self.phase == "prompt" else 1.0
+    def donor_factor(self, kernel: Config) -> float:
+        """Time of a kernel that the family names, over that by the rates of a dense one like it."""
+        is_prompt = self.is_paged and self.phase == "prompt"
+        return paged.AT_PROMPTS.get(int(kernel["warp_groups"]), 1.0) if is_prompt else 1.0
 
     def padded_kernels(self, problems: Sequence[AttentionProblem]) -> Iterator[Config]:
         """The kernel that packs any number of heads, where one is needed.

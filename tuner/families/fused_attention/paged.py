@@ -12,9 +12,10 @@ from typing import Literal
 from tuner.config import Config, Value
 from tuner.families.fused_attention.packing import MAX_PACKED, NAME
 
-#: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
-#: mean of six, 1.5 to 2.2 (an H100, 25 November 2026).
-SHORT_AT_PROMPTS = 1.72
+#: Time of a prompt by a kernel of so many groups over that by the rates of the dense kernel that it
+#: has. One group: mean of six, 1.5 to 2.2 (an H100, 25 November 2026). Three groups: what sets the
+#: tie with two, which their rates make too fast, at 300 tiles (an H200, 29 November 2026).
+AT_PROMPTS = {1: 1.72, 3: 0.75}
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.
@@ -29,6 +30,9 @@ _COPIED_PADDED, _COPIED_FOUR, _COPIED_CHUNKS = (96, 128, 256), (96, 256), (96, 1
 _WHOLE, _WHOLE_CHUNKS = (128,), (128, 256)
 #: Instances whose chunks rescale lazily: 3 to 10 % less (an H200, 29 November 2026).
 _LAZY_CHUNKS = (96, 128)
+#: Head dimensions whose prompts have a kernel of three groups: of 2048 queries they take 2 to 12 %
+#: less, of 512 30 % more (an H200, 29 November 2026).
+_TALL_CHUNKS = (64,)
 #: Head dimensions with a kernel of equal parts, as far as one was timed.
 _STREAMED = (64, 128)
 
@@ -73,7 +77,7 @@ def kernels(
         return _short(head_dim, 4, _WIDE), *fours, *padded, any_heads, *streaming
     if phase == "few":
         return *fours, *padded, *chunks, any_heads
-    return *fours, *chunks
+    return *fours, *chunks, *((_tall(head_dim, 4),) if head_dim in _TALL_CHUNKS else ())
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
@@ -112,8 +116,6 @@ def _chunks(head_dim: int) -> Iterator[Config]:
         yield from (_with(one, whole_rows=True, copy_warps=3, **lazy) for one in both)
     copies = {"copy_warps": 3, **lazy} if head_dim in _COPIED_CHUNKS else {}
     yield from (_with(one, **copies) for one in both)
-    if head_dim == 64:
-        yield from (_tall(head_dim, heads) for heads in (4, 1))
 
 
 def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config]:
