@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mutated import mutated
 
 from tuner import settings
 from tuner.base import resources
@@ -24,11 +24,6 @@ NVCC, CAPABILITY = "13.0.88", "9.0"
 TEMPLATE = "softmax.cu.j2"
 SPECS = {f"k{number}": KernelSpec(TEMPLATE, {"tile": number}) for number in range(5)}
 PROOF = Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-25")
-WORDS = ("", "x", "k0", "k4", "../k0", "k0\0", "\ud800", "9.0", "\n", "a" * 5000)
-VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 64, 10**400, 0.5, 1e308, [], {}, [[]], [{}], {"": None}),
-    *WORDS,
-)
 
 
 @pytest.fixture
@@ -57,44 +52,6 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
     del first["faults"]
     first |= {"version": 1, "templates": resources.templates_digest()}
     return [known.to_json(), first]
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Each (container, key) within a value."""
-    if not isinstance(value, dict | list):
-        return []
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return [place for key, inner in pairs for place in [(value, key), *places(inner)]]
-
-
-def mutate(data: dict[str, Any], draw: random.Random) -> None:
-    """Change a value, take one away, swap two, or repeat a row."""
-    every = places(data)
-    if not every:
-        return
-    (container, key), (other, name) = draw.choice(every), draw.choice(every)
-    match draw.randrange(6):
-        case 0:
-            del container[key]
-        case 1 if isinstance(container, list):
-            container.insert(key, copy.deepcopy(draw.choice(container)))
-        case 2:
-            values = copy.deepcopy((container[key], other[name]))
-            other[name], container[key] = values
-        case 3 if isinstance(container, dict):
-            container[draw.choice([*WORDS, "fault", "proof", "code", "source"])] = container[key]
-        case _:
-            container[key] = draw.choice(VALUES)
-
-
-def damage(text: bytes, draw: random.Random) -> bytes:
-    """Cut the text off, or change some of its bytes."""
-    if draw.random() < 0.3:
-        return text[: draw.randrange(len(text))]
-    content = bytearray(text)
-    for _ in range(draw.choice((1, 2, 8))):
-        content[draw.randrange(len(content))] = draw.choice(b'\0"{}[],:\\09ek\x80\xff')
-    return bytes(content)
 
 
 def allowed(text: bytes) -> set[str]:
@@ -142,12 +99,7 @@ def test_a_damaged_list_serves_nothing_that_it_does_not_prove(
     path.parent.mkdir(parents=True)
     draw, serving = random.Random(43), 0
     for _ in range(30_000 if long_mode else 600):
-        data = copy.deepcopy(draw.choice(documents))
-        for _ in range(draw.choice((0, 1, 1, 2, 3, 5))):
-            mutate(data, draw)
-        text = json.dumps(data).encode()
-        if draw.random() < 0.3:
-            text = damage(text, draw)
+        text = mutated(draw.choice(documents), draw)
         read(text, path)
         answers = served(Lists())
         assert not answers or answers <= allowed(text), text
