@@ -61,6 +61,7 @@ ROW = (
     "created_at",
 )
 """Columns of a measurement; `config` is a position in the file's list of configs."""
+_CLOCKS = asdict(Clocks())
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _decode_row(
     status, latency = Status(row["status"]), row["latency_us"]
     if (status is Status.OK) != (isinstance(latency, int | float) and latency > 0):
         raise ConfigError(f"a measurement has status {status} and latency_us {latency!r}")
-    clocks = dict(zip(asdict(Clocks()), row["clocks"] or asdict(Clocks()).values(), strict=True))
+    clocks = dict(zip(_CLOCKS, row["clocks"] or _CLOCKS.values(), strict=True))
     document.checked(Clocks, clocks)
     return Measurement(
         problem=problem,
