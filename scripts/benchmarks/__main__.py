@@ -36,7 +36,7 @@ NAMES = (
 MOVED = {
     **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
-    **{name: f"scripts/bench search --preset {name}" for name in ("compile_ways",)},
+    **{name: "scripts/bench search --preset units" for name in ("compile_ways",)},
     **{name: f"scripts/bench search --preset {name}" for name in ("repeats", "sweeps")},
     **{
         name: f"scripts/bench population --preset {name}"

@@ -1,4 +1,4 @@
-"""The search itself: recorded sweeps replayed, repeated and listed sweeps, ways to compile.
+"""The search itself: recorded sweeps replayed, repeated and listed sweeps, units of kernels.
 
 Results of ``recorded`` make expected seconds and losses (``tuner fit stopping``). Each sweep of
 ``repeats`` and ``sweeps`` is a process of its own, ``tuner sweep``.
@@ -8,113 +8,86 @@ from __future__ import annotations
 
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from benchmarks import search_recorded, search_sweeps
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.rows import markdown
-from tuner.base import resources
-from tuner.base.processes import ProcessPool
 from tuner.cli import Parser
-from tuner.compile.compiler import HOST_FLAGS, NVCC_TIMEOUT_S, flags
-from tuner.compile.render import render
-from tuner.compile.toolchain import find_toolchain, include_dirs
-from tuner.errors import CompileError
-from tuner.families import family
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.compiler import NVCC_TIMEOUT_S, UNIT, Compiler
+from tuner.compile.toolchain import find_toolchain
+from tuner.compile.units import shared
+from tuner.families import families_of
 from tuner.families.base import KernelSpec
-from tuner.families.gemm.shape import PINGPONG
-from tuner.hardware import DEFAULT_GPU, HOPPER
-from tuner.problem import PROBLEMS, GemmProblem
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
 from tuner.runners import recording_archive
 
-#: Options of nvcc by the name they are shown under; all are added to those of `flags`.
-WAYS: Mapping[str, tuple[str, ...]] = {
-    "as adopted": (),
-    "--split-compile=2": ("--split-compile=2",),
-    "-Ofc=min": ("-Ofc=min",),
-    "-Ofc=max": ("-Ofc=max",),
-}
-PRODUCT = GemmProblem(4096, 4096, 4096)
+COMPILED: tuple[Problem, ...] = (
+    AttentionProblem.parse("S=1024,D=64"),
+    GemmProblem.parse("M=4096,N=4096,K=4096"),
+)
+"""Problems whose kernels are compiled in units."""
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class CompileWay:
-    """Options of nvcc for one translation unit of so many kernels."""
+class CompiledUnit:
+    """Kernels of the least estimates that are compiled together."""
 
-    way: str
+    problem: Problem
     kernels: int
     group = "compile"
 
     @property
     def label(self) -> str:
-        """Options and kernels."""
-        return f"{self.way}, {self.kernels} kernels"
+        """Problem and number of kernels."""
+        return f"{self.problem.op} {self.problem.label()}, {self.kernels} kernels"
 
 
-def specs(count: int) -> list[KernelSpec]:
-    """A ping-pong kernel of tile 128 x 64, and the next of 128 x 64 and 128 x 128 in other
-    clusters.
-    """
-    member = family("gemm")
-    alike = [
-        config
-        for config in member.space(PRODUCT, DEFAULT_GPU)
-        if config["kernel_schedule"] == PINGPONG
-        and config.get("tile_scheduler") in (None, "Persistent")
-        and (config["tile_m"], config["tile_n"]) in ((128, 64), (128, 128))
-        and not config.get("swap_ab")
-    ]
-    alike.sort(key=lambda config: (config["tile_n"], config["cluster_m"], config["cluster_n"]))
-    kernels = [spec for c in alike for spec in member.kernels(PRODUCT, c).values()]
-    return list(dict.fromkeys(kernels))[:count]
+def specs(case: CompiledUnit) -> list[KernelSpec]:
+    """Kernels of a unit: that of the least estimate, and those most like it among the next."""
+    problem = case.problem
+    member = next(f for f in families_of(problem.op).values() if not f.is_vendor)
+    space = sorted(
+        member.space(problem, DEFAULT_GPU),
+        key=lambda config: member.predict_us(problem, config, DEFAULT_GPU),
+    )
+    every = dict.fromkeys(spec for c in space for spec in member.kernels(problem, c).values())
+    first, *others = islice(every, 2 * UNIT)
+    return [first, *sorted(others, key=lambda spec: -shared(first, spec))][: case.kernels]
 
 
-def compile_ways(case: CompileWay, _: Namespace) -> Row:
-    """CPU-seconds of each step for one translation unit.
+def compile_unit(case: CompiledUnit, _: Namespace) -> Row:
+    """CPU-seconds of a unit.
 
     Raises:
-        CompileError: when a step fails, or the compiler is missing.
+        CompileError: when it does not compile, or the compiler is missing.
     """
-    tools, options = find_toolchain(), WAYS[case.way]
-    command = [
-        *(str(tools.nvcc), *flags(HOPPER), f"-ccbin={tools.host_compiler}"),
-        *(f"-I{path}" for path in (*include_dirs(tools.cutlass), resources.templates())),
-        *(f"-L{path}" for path in tools.library_dirs),
-    ]
-    steps = {
-        "device": ["unit.cu", "-ptx", "-o", "unit.ptx", *options],
-        "fatbin": ["unit.ptx", "-fatbin", "-o", "unit.fatbin", *options],
-        "host": ["host.cpp", *HOST_FLAGS, "-o", "kernel.so"],
-    }
-    seconds: dict[str, float] = {}
-    processes = ProcessPool(NVCC_TIMEOUT_S)
-    unit = "".join(render(spec, f"kernel_{i}") for i, spec in enumerate(specs(case.kernels)))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "unit.cu").write_text(unit, encoding="utf-8")
-        (folder / "host.cpp").write_text('#include "unit.cu"\n', encoding="utf-8")
-        for step, arguments in steps.items():
-            done = processes.run([*command, *arguments], folder)
-            if done.returncode:
-                raise CompileError(f"{step}: nvcc ended with {done.returncode}", log=done.log)
-            seconds[step] = round(done.cpu_s, 1)
+    tools = find_toolchain()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Compiler(tools, ArtifactCache(Path(name)), jobs=1, batch=case.kernels) as compiler,
+    ):
+        built = [future.result() for _, future in compiler.submit(specs(case))]
     versions = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
-    return {"cpu_s": seconds, "host_compiler": tools.host_version, **versions}
+    cpu_s = round(sum(artifact.compile_cpu_s for artifact in built), 1)
+    return {"cpu_s": cpu_s, "host_compiler": tools.host_version, **versions}
 
 
-def way_line(row: Row) -> str:
-    """CPU-seconds of a way."""
-    return f"{row['case']}: {', '.join(f'{k} {v:.1f}' for k, v in row['cpu_s'].items())} CPU-s"
+def unit_line(row: Row) -> str:
+    """CPU-seconds of a unit."""
+    return f"{row['case']}: {row['cpu_s']:.1f} CPU-s"
 
 
-def ways_table(rows: Sequence[Row]) -> list[str]:
-    """CPU-seconds by way and step."""
-    done = [row for row in rows if "cpu_s" in row]
-    lines = [(row["case"], *(f"{s:.1f}" for s in row["cpu_s"].values())) for row in done]
-    return markdown([("way, CPU-seconds", "device", "fatbin", "host"), *lines])
+def units_table(rows: Sequence[Row]) -> list[str]:
+    """CPU-seconds by unit."""
+    done = [(row["case"], f"{row['cpu_s']:.1f}") for row in rows if "cpu_s" in row]
+    return markdown([("unit", "CPU-seconds"), *done])
 
 
 def options(parser: Parser) -> None:
@@ -167,12 +140,12 @@ BENCH = Bench(
             limit_s=HOUR_S,
             is_fresh=True,
         ),
-        "compile_ways": Preset(
-            "CPU-seconds of a product's compilation, by options of nvcc; no GPU",
-            lambda _: [CompileWay(way, count) for count in (1, 8) for way in WAYS],
-            compile_ways,
-            way_line,
-            ways_table,
+        "units": Preset(
+            "CPU-seconds of units of 1, 2, 4 and 8 kernels; no GPU",
+            lambda _: [CompiledUnit(p, count) for p in COMPILED for count in (1, 2, 4, 8)],
+            compile_unit,
+            unit_line,
+            units_table,
             limit_s=2 * NVCC_TIMEOUT_S,
             needs_gpu=False,
         ),

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from tuner.base.processes import Finished, ProcessPool
 from tuner.config import Config
-from tuner.families.base import Family
+from tuner.families.base import Family, KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import Problem
@@ -97,13 +96,25 @@ def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(search_sweeps, "replayed", lambda folder: True)
 
 
+class Built:
+    """A compiler that takes a second for each kernel."""
+
+    def __init__(self, *_: object, **options: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Any]]:
+        artifact = SimpleNamespace(compile_cpu_s=1.0)
+        return [(spec, SimpleNamespace(result=lambda: artifact)) for spec in specs]
+
+
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that takes a second for each step."""
     from benchmarks import search
 
-    tools = SimpleNamespace(nvcc=Path("nvcc"), host_compiler=Path("g++"), cutlass=Path("cutlass"),
-                            library_dirs=(), nvcc_version="13", cutlass_version="4",
-                            host_version="12")  # fmt: skip
+    tools = SimpleNamespace(nvcc_version="13", cutlass_version="4", host_version="12")
     monkeypatch.setattr(search, "find_toolchain", lambda: tools)
-    monkeypatch.setattr(ProcessPool, "run", lambda *_: Finished(0, 1.0, 1.0, False, ""))
+    monkeypatch.setattr(search, "Compiler", Built)

@@ -69,7 +69,7 @@ PREPARED: dict[tuple[str, str], str] = {
     **{("search", preset): "sweeps" for preset in ("repeats", "sweeps")},
     **{("tuner", preset): "sweeps" for preset in ("quick", "full")},
     ("tuner", "inductor"): "uncompiled",
-    ("search", "compile_ways"): "compiler",
+    ("search", "units"): "compiler",
 }
 """Fixtures that smoke runs need beside the device, by bench and preset."""
 
