@@ -147,7 +147,7 @@ class TestLookup:
     ) -> None:
         out = printed(capsys, "lookup", *SHAPE)
         assert "no GPU named: this is the answer for NVIDIA H200" in out
-        assert "without a GPU here, of what is built" in " ".join(out.split())
+        assert "(no GPU is here: of what is built)" in " ".join(out.split())
 
     def test_this_machines_gpu_and_environment(
         self, filled: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

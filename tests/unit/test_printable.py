@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 from stored import H200, OWN, PROBLEM, WARM, measured
 
-from tuner.base.printable import PrintableStream, one_line, printable, raw_stream
+from tuner.base.printable import (
+    PrintableStream,
+    one_line,
+    printable,
+    raw_stream,
+    without_password,
+)
 from tuner.cli import main
 from tuner.cli.display import LiveDisplay
 from tuner.errors import ConfigError
@@ -181,3 +187,30 @@ def test_a_panel_is_still_drawn(
 )
 def test_text_from_elsewhere_is_one_line(text: str, shown: str) -> None:
     assert one_line(text, 20) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://secret@host:1/x", "https://***@host:1/x"),
+        ("http://me:secret@host", "http://***@host"),
+        ("postgresql+psycopg://me:se@cr/et@host/x", "postgresql+psycopg://me:***@host/x"),
+        (
+            "postgresql://me@host/x?password=secret&connect_timeout=5",
+            "postgresql://me@host/x?password=***&connect_timeout=5",
+        ),
+        ("http://host/?a=b&Access_Token=secret", "http://host/?a=b&Access_Token=***"),
+        ("sqlite:////a:b/c.sqlite", "sqlite:////a:b/c.sqlite"),
+        ("journal.log", "journal.log"),
+    ],
+)
+def test_a_url_without_its_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+@pytest.mark.parametrize("url", ["http://secret@host", "ftp://me:secret@host"])
+def test_the_url_of_no_service_shows_no_password(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["store", "sync", url]) == 2
+    assert "secret" not in capsys.readouterr().err

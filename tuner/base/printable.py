@@ -13,6 +13,20 @@ _CONTROL = re.compile(
 )
 
 
+_SECRETS = (
+    re.compile(r"^(https?://)[^/]*(?=@)", re.IGNORECASE),  # of a service a name may be a token
+    re.compile(r"(://[^:/@]*:).*(?=@)"),
+    re.compile(r"([?&][^=&#]*(?:pass|pwd|token|secret|key)[^=&#]*=)[^&#]*", re.IGNORECASE),
+)
+
+
+def without_password(url: str) -> str:
+    """A URL for messages: what may be a password or a token in it is ``***``."""
+    for secret in _SECRETS:
+        url = secret.sub(r"\1***", url)
+    return url
+
+
 def printable(text: str, keep: str = "") -> str:
     r"""A text with its control characters escaped, as in ``\x1b`` and ``\u202e``.
 

@@ -514,7 +514,7 @@ def _environment() -> Environment:
 def _served(args: argparse.Namespace, served: availability.Availability) -> str:
     """Text of an availability; says so where no GPU is named and none could run what is built."""
     is_elsewhere = args.gpu is None and _detected() is None
-    return served.text + ("; without a GPU here, of what is built" if is_elsewhere else "")
+    return served.text + (" (no GPU is here: of what is built)" if is_elsewhere else "")
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:

@@ -31,7 +31,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.engine import make_url
 
 from tuner import settings
-from tuner.base.printable import one_line
+from tuner.base.printable import one_line, without_password
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Provenance, Regime
@@ -148,13 +148,13 @@ class StudyStorage:
             StoreError: when the storage cannot be opened or belongs to another program.
         """
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.name = url
+        self.name = without_password(url)
         self._note: Callable[[str], None] | None = note
         self._copies: dict[GroupStudy, _Copy] = {}
         if "://" in url:
             try:
-                self.name = make_url(url).render_as_string(hide_password=True)
-            except sa.exc.ArgumentError as exc:
+                make_url(url)
+            except (sa.exc.ArgumentError, ValueError) as exc:
                 raise ConfigError(f"Optuna storage: {one_line(str(exc))}") from exc
         self._storage = _Storage(url, self.name)
         self._writer = _Writer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sqlite3
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 
 from tuner import settings
 from tuner.base.install import extra_command
+from tuner.base.printable import without_password
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.store import migrate
 from tuner.store.faults import FAULTS, is_busy, store_error, store_lost
@@ -144,14 +144,14 @@ def _engine(url: str) -> tuple[sa.Engine, str]:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
             engine = sa.create_engine(parsed, pool_pre_ping=True)
-            return engine, parsed.render_as_string(hide_password=True)
+            return engine, without_password(url)
         arguments = {"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
         in_memory = sqlite_file(url) is None
         # A database in memory is one connection: threads take turns on it.
         pool = {"pool_size": 1, "max_overflow": 0} if in_memory else {}
         engine = sa.create_engine(parsed, poolclass=sa.QueuePool, connect_args=arguments, **pool)
     except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as exc:
-        shown = re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", url)  # no password in a log
+        shown = without_password(url)
         if isinstance(exc, ImportError):
             raise ConfigError(
                 f"store URL '{shown}' needs a driver that is not installed ({exc}): for PostgreSQL "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base import document
-from tuner.base.printable import one_line
+from tuner.base.printable import one_line, without_password
 from tuner.errors import ConfigError, StoreError
 from tuner.store.exchange import MAX_DEPTH, parse_untrusted
 from tuner.store.records import Check, ImportReport
@@ -61,7 +61,7 @@ def checked(url: str) -> str:
         is_good = False
     if not is_good or parts.username or not re.fullmatch(r"[!-~]+", url):
         raise ConfigError(
-            f"{one_line(url)} is not the URL of a service (allowed: as http://host:8265)"
+            f"{one_line(without_password(url))} is not the URL of a service (allowed: as http://host:8265)"
         )
     return url.rstrip("/")
 
