@@ -53,10 +53,7 @@ using GmemQ = decltype(global_tensor((Element const*)nullptr, rows_q(1), rows_q_
       // Sections of heads that share the L2; in each the longest tiles of all heads come first.
       int const all_heads = p.batch * (p.heads / kPack), per_section = p.section * p.m_blocks;
 // ... as in the templates
-    int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
     t.last = (end_key(p, p.seqlen_kv, last_row) + kTileN - 1) / kTileN;
-    // A window that lies past the last key has no tiles.
-    t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
 // ... as in the templates
 CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
 // ... as in the templates

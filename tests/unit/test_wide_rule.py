@@ -59,10 +59,10 @@ def test_masks_as_operands_and_sinks_have_no_kernel(changes: dict[str, object]) 
     assert not FAMILY.space(problem, DEFAULT_GPU)
 
 
-def test_the_rule_chooses_clusters_for_prompts_and_shared_rows_for_decoding() -> None:
+def test_heads_share_rows_where_queries_fill_no_tile() -> None:
     for problem in (PROMPT, replace(PROMPT, is_varlen=True), replace(PROMPT, softcap=50.0)):
         assert rule_of(problem) is wide_rule and wide_rule.serves(problem, DEFAULT_GPU)
-        assert fastest(problem)["cluster_rows"] == 2
+        assert fastest(problem)["packed_heads"] == 1 and fastest(problem)["splits"] == 1
     few = fastest(DECODING)
     assert few["pads_heads"] and few["splits"] > 1 and few["combine"] == "kernel"
     paged = fastest(PAGED)
@@ -76,18 +76,13 @@ def test_wide_heads_need_groups_with_columns_of_their_own() -> None:
     assert smem_bytes(PROMPT, config) <= SMEM_PER_BLOCK_BYTES
     narrow = replace(PROMPT, head_dim=256)
     assert "column_groups is for D above 256, only" in FAMILY.conflicts(narrow, config, DEFAULT_GPU)
-    for name in ("column_groups", "rescale", "cluster_rows"):
+    for name in ("column_groups", "rescale"):
         params = {key: value for key, value in config.params.items() if key != name}
-        refused = FAMILY.violations(PROMPT, Config(FAMILY.name, params), DEFAULT_GPU)
-        assert bool(refused) == (name != "cluster_rows")
+        assert FAMILY.violations(PROMPT, Config(FAMILY.name, params), DEFAULT_GPU), name
     for name, value in {"tile_n": 32, "ping_pong": True, "persistent": True}.items():
         assert BY_COLUMNS[name] != value
         other = Config(FAMILY.name, {**config.params, name: value})
         assert FAMILY.violations(PROMPT, other, DEFAULT_GPU), name
-    paged = Config(FAMILY.name, {**fastest(PAGED).params, "cluster_rows": 2})
-    assert "cluster_rows is for column_groups without splits and pages" in FAMILY.violations(
-        PAGED, paged, DEFAULT_GPU
-    )
 
 
 @pytest.mark.parametrize("problem", [PROMPT, DECODING, PAGED], ids=lambda one: one.label())
@@ -95,7 +90,6 @@ def test_a_sweep_has_kernels(problem: AttentionProblem) -> None:
     space = FAMILY.space(problem, DEFAULT_GPU)
     mine = fastest(problem)
     assert {config["column_groups"] for config in space} == {2}
-    assert mine.get("cluster_rows") in {config.get("cluster_rows") for config in space}
     assert mine["splits"] in {config["splits"] for config in space}
 
 

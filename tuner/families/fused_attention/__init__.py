@@ -92,7 +92,6 @@ class FusedAttention(Family):
         "warp_groups": (1, 2, 3, 4),
         "key_groups": (2, 4),
         "column_groups": (2,),
-        "cluster_rows": (2,),
         "tile_n": range(16, 257, 16),  # up to the N extent of one WGMMA
         "kv_stages": (1, 2, 3, 4, 5, 8),
         "score_buffers": (1, 2),
@@ -123,7 +122,7 @@ class FusedAttention(Family):
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "longest_first", "rescale", "turn_ends", "split_keys"),
-            *("carries_parts", "column_groups", "cluster_rows"),
+            *("carries_parts", "column_groups"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {

@@ -94,12 +94,9 @@ def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Confi
 
 def _wide(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
     """The same of wide heads, whose two groups have columns of their own."""
-    for (packed, pads), stages, rows, pdl in product(
-        packings(problem), (4, 5), (1, 2), (False, True)
-    ):
+    for (packed, pads), stages, pdl in product(packings(problem), (4, 5), (False, True)):
         tiles = -(-problem.seqlen_q * packed // WGMMA_M) * packs(problem, packed, pads)
         optional = {
-            "cluster_rows": rows if rows > 1 else None,
             "packed_heads": packed if problem.heads_q > problem.heads_kv else None,
             "pads_heads": pads or None,
         }

@@ -151,14 +151,10 @@ def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
 
 
 def _columns(problem: AttentionProblem, config: Config) -> list[str]:
-    """Violations of `column_groups`, which wide heads need, and of `cluster_rows`."""
+    """Violations of `column_groups`, which wide heads need."""
     reasons, params = [], config.params
     if ("column_groups" in params) != problem.is_wide:
         reasons.append(f"column_groups is for D above {NARROW_HEAD_DIM}, only")
-    if "cluster_rows" in params and (
-        "column_groups" not in params or problem.is_paged or config["splits"] > 1
-    ):
-        reasons.append("cluster_rows is for column_groups without splits and pages")
     if "column_groups" not in params:
         return reasons
     if any(config.get(name) != value for name, value in BY_COLUMNS.items()):

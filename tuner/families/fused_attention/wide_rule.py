@@ -1,11 +1,8 @@
-"""Head dimensions of 264 to 512: a few kernels for each mask, and the fastest by estimate.
+"""Head dimensions of 264 to 512: two kernels for each mask, and the faster by estimate.
 
 Two warp groups share 64 rows of queries. Each computes the scores of every second tile of keys,
 and half of the output's columns. One instance of 512 columns serves all: TMA fills the others with
 zeros.
-
-A block of so few rows reads keys faster than the L2 gives them. So prompts run in clusters of two
-blocks, each of which brings half of every tile of keys to both.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 from tuner.config import Config, Value
@@ -29,25 +27,11 @@ _TILE: Mapping[str, Value] = {
     **{**BY_COLUMNS, "column_groups": 2, "kv_stages": 5, "blocks_per_sm": 1, "pdl": True},
 }
 Levers = Mapping[str, Value]
-_ROWS: Levers = {"cluster_rows": 2}
-"""Clusters of two tiles of queries."""
 _HEADS: Levers = {"packed_heads": 16, "pads_heads": True}
 """The 2 to 16 query heads of a KV head share the rows of a tile."""
-_TILE_ROWS = 64
-"""Queries from which on calls without pages run in clusters."""
 _SMALL = AttentionProblem.parse("SQ=256,SKV=512,D=512,H=1,layout=bshd")
-_WINDOW: Mapping[str, Any] = {"window_left": 64}
-_CAP: Mapping[str, Any] = {"softcap": 50.0}
-_CAUSAL: Mapping[str, Any] = {"is_causal": True}
-_DENSE: tuple[Mapping[str, Any], ...] = (
-    *({}, _CAUSAL, _WINDOW, {**_WINDOW, **_CAUSAL}, _CAP, {**_CAP, **_CAUSAL}),
-    *({"is_varlen": True}, {"is_varlen": True, **_CAUSAL}),
-)
-"""Masks and features of calls whose heads have tiles of their own, as fields of a problem."""
-_PAGED: tuple[Mapping[str, Any], ...] = (
-    *({}, _CAUSAL, _WINDOW, {**_WINDOW, **_CAUSAL}, _CAP, {**_CAP, **_CAUSAL}),
-)
-"""The same of calls over pages. One query has no causal mask."""
+_MASKS: tuple[Mapping[str, Any], ...] = ({}, {"window_left": 64}, {"softcap": 50.0})
+"""Masks and features of calls with and without a causal mask, as fields of a problem."""
 
 
 def serves(problem: AttentionProblem, gpu: Gpu) -> bool:
@@ -64,10 +48,7 @@ def select(problem: AttentionProblem, gpu: Gpu) -> RuleSelection | None:
 
 def _configs(problem: AttentionProblem) -> Iterator[Config]:
     """The kernels for a problem, legal or not, without splits."""
-    if problem.is_paged or problem.seqlen_q <= _TILE_ROWS:
-        yield from (_config(problem, levers) for levers in ({}, _HEADS))
-    if not problem.is_paged:
-        yield _config(problem, _ROWS)
+    return (_config(problem, levers) for levers in ({}, _HEADS))
 
 
 def _config(problem: AttentionProblem, levers: Levers) -> Config:
@@ -80,7 +61,7 @@ def _timed(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[float, 
     chooses its own.
     """
     schedules = [config]
-    if "cluster_rows" not in config.params and not (problem.is_windowed or problem.is_varlen):
+    if not (problem.is_windowed or problem.is_varlen):
         split = Config(config.family, {**config.params, "combine": "kernel"})
         counts = _FAMILY.splitter(split, gpu)(problem)
         schedules += [_FAMILY.called(problem, split, count) for count in counts]
@@ -102,14 +83,14 @@ def targets() -> tuple[Target, ...]:
 
 
 def _kinds() -> Iterator[tuple[AttentionProblem, Levers]]:
-    """A small problem and the levers of each kernel."""
-    for fields in _DENSE:
-        yield replace(_SMALL, **fields), _ROWS
+    """A small problem and the levers of each kernel. Over pages one query has no causal mask."""
     grouped = replace(_SMALL, heads_q=16, heads_kv=1, seqlen_q=1)
-    yield from ((grouped, levers) for levers in ({}, _HEADS))
-    for fields in _PAGED:
-        queries = 8 if fields.get("is_causal") else 1
-        paged = replace(grouped, seqlen_q=queries, page_size=64, **fields)
-        if not (paged.is_windowed or paged.softcap):
-            yield paged, {}
+    yield grouped, _HEADS
+    for is_causal, fields in product((False, True), (*_MASKS, {"is_varlen": True})):
+        yield replace(_SMALL, is_causal=is_causal, **fields), {}
+    for is_causal, fields in product((False, True), _MASKS):
+        queries = 8 if is_causal else 1
+        paged = replace(grouped, seqlen_q=queries, is_causal=is_causal, page_size=64, **fields)
         yield paged, _HEADS
+        if not fields:
+            yield paged, {}
