@@ -195,6 +195,8 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
     """Kind of attention, for comparisons of kinds: ``fused``, or the number of its kernels."""
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters that do not change the compiled kernels."""
+    tried_calls: ClassVar[Sequence[Mapping[str, Value]]] = ()
+    """Those that a portfolio's candidates are timed with; empty: its operation's usual ones."""
     domains: ClassVar[Mapping[str, Domain]] = {}
     """Legal values of each parameter for any problem. Limits that depend on the problem, the GPU or
     other parameters are in `conflicts`.

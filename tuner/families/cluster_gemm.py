@@ -81,6 +81,7 @@ class ClusterGemm(StridedProduct):
     work_terms: ClassVar[tuple[str, ...]] = product_work.TERMS
     amounts = staticmethod(product_work.work)
     runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
+    tried_calls = ({"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True},)
     domains: ClassVar[Mapping[str, Domain]] = {
         "swap_ab": (False, True),
         "tile_m": (64, 128, 256),

@@ -97,6 +97,11 @@ class Gemv(StridedProduct):
     rated_apart = frozenset({"row_loads"})
     amounts = staticmethod(product_work.row_work)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"persistent", "pdl", "lead"})
+    tried_calls = (
+        {"persistent": True, "pdl": True, "lead": LEAD},
+        {"persistent": True, "pdl": False, "lead": 0},
+        {"persistent": False, "pdl": False, "lead": 0},
+    )
     domains: ClassVar[Mapping[str, Domain]] = {
         "warps": (1, 2, 4, 8, 16, 32),
         "k_warps": (1, 2, 4, 8, 16, 32),

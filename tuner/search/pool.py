@@ -19,7 +19,6 @@ from tuner.families import families, families_of
 from tuner.families.attention_instances import INSTANCES
 from tuner.families.base import Family
 from tuner.families.gemm.shape import PLAIN
-from tuner.families.gemv import LEAD as GEMV_LEAD
 from tuner.families.product_work import MEGABYTE, ProductSizes
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
@@ -297,12 +296,8 @@ def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
     behind the kernel in front (programmatic dependent launch) wherever that is legal: it was faster
     nearly everywhere. A short product has one order: its tiles lie in a row.
     """
-    if kernel.family == "gemv":
-        early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
-        ways = (True, early), (True, late), (False, late)
-        return [{"persistent": is_persistent, **way} for is_persistent, way in ways]
-    if kernel.family == "cluster_gemm":
-        return [{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True}]
+    if tried := families()[kernel.family].tried_calls:
+        return [dict(way) for way in tried]
     if kernel["kernel_schedule"] == PLAIN:
         return [{"pdl": True}]
     orders: list[dict[str, Value]] = [
