@@ -10,7 +10,6 @@ from gating import Gated, specs_of
 from tuner.config import Config
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Pool
-from tuner.measure.subjects import WORKSPACE
 from tuner.measurement import Status
 from tuner.problem import GemmProblem
 
@@ -55,20 +54,7 @@ REPEATED = (
 
 @pytest.mark.parametrize("case", REPEATED)
 def test_repeated_launches_are_equal_to_the_bit(gated: Gated, case: str) -> None:
-    problem, gate, device = problem_of(1000, 2112, 1152), gated.gate, gated.device
-    subject = gated.subject(problem, CASES[case])
-    gate.open(problem, 5)
-    gate.load("random")
-    call = subject.bind({**gate.pointers, WORKSPACE: 0}, 1.0)
-    output, size = gate.pointers["d"], problem.output.bytes
-    first = b""
-    for _ in range(200):
-        gate.arm()
-        call()
-        device.wait()
-        found = device.read(output, size)
-        first = first or found
-        assert found == first
+    gated.repeats(problem_of(1000, 2112, 1152), CASES[case], count=100)
 
 
 WRONG = ("square", "columns of two blocks", "unrolled, tall", "swapped", "swapped, split")
