@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from rule_trials import check_products, checked_trials
 
+from tuner.families import families
 from tuner.families.block_scaled_gemm import rule as block_scaled
+from tuner.families.block_scaled_gemm import serial
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import E4M3, GemmProblem
+from tuner.selection.invariant import select
 from tuner.selection.rules import rule_of
 
 
@@ -53,6 +56,22 @@ def test_rows_outside_of_the_last_tile_cost_time() -> None:
     assert added_us(160, 8192, clipped=True) <= 0.0
     assert added_us(160, 512, clipped=False) <= 0.0
     assert added_us(250, 8192, clipped=False) <= 0.0
+
+
+def test_many_rows_have_kernels_in_the_order_of_few() -> None:
+    """Of the batch-invariant mode alone; there they are chosen for many rows."""
+    scaled = families()["block_scaled_gemm"]
+    (of_few,) = {scaled.reduction_class(problem(8192), config) for config in serial.KERNELS}
+    for rows, is_serial in ((1, False), (8192, True)):
+        one = problem(rows, 4096, 7168)
+        usual, mode = block_scaled.select(one, DEFAULT_GPU), select(one, DEFAULT_GPU, None)
+        assert usual is not None and mode is not None
+        assert not any(config in serial.KERNELS for _, config in usual.own())
+        config = mode.expected[0][1]
+        assert (config in serial.KERNELS) == is_serial
+        assert scaled.reduction_class(one, config) == of_few
+        assert set(serial.KERNELS) <= {config for _, config in mode.own()}
+    assert list(scaled.invariant_kernels(GemmProblem(64, 7168, 2048), DEFAULT_GPU)) == []
 
 
 def test_what_the_rule_does_not_serve() -> None:

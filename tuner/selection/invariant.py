@@ -147,6 +147,7 @@ def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator
         for us, config in () if selection is None else selection.own():
             if reduction := families()[config.family].reduction_class(problem, config):
                 yield us, config, reduction
+        yield from _further(problem, gpu)
         return
     mine = domain_of(problem)
     if portfolio is None or mine is None:

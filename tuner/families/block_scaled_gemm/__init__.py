@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 from tuner.config import Config, Value
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.block_scaled_gemm import serial
 from tuner.families.block_scaled_gemm.shape import (
     BOX_COLUMNS,
     INSTRUCTION_COLUMNS,
@@ -46,7 +47,7 @@ from tuner.hardware import (
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import DTYPE_BYTES, E4M3, SCALE_BLOCK, GemmProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, SCALE_BLOCK, DType, GemmProblem, Problem
 from tuner.problem.gemm import SCALE_ROWS
 
 KERNEL = "block_scaled_gemm"
@@ -204,6 +205,17 @@ class BlockScaledGemm(StridedProduct):
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
         scales = as_gemm(problem, BlockScaledGemm.name).scales
         return reduction_of(config, scales)
+
+    def invariant_kernels(self, problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+        """Kernels of `serial_parts`."""
+        if isinstance(problem, GemmProblem) and problem.scales == "block":
+            for config, rates in serial.KERNELS.items():
+                yield estimate_us(problem, config, gpu, Rates(*rates)), config
+
+    def invariant_builds(self, dtype: DType) -> Iterator[tuple[Config, Problem]]:
+        """The same; `rule.targets` has them to be built."""
+        small = GemmProblem(512, 1024, 1024, dtype=E4M3, scales="block")
+        yield from ((config, small) for config in serial.KERNELS)
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         gemm = as_gemm(problem, self.name)

@@ -21,6 +21,7 @@ from tuner.families.block_scaled_gemm import (
     BlockScaledGemm,
     Rates,
     estimate_us,
+    serial,
 )
 from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, deepened
 from tuner.families.rule import RuleSelection
@@ -44,7 +45,7 @@ def _kernel(
     store_buffers: int = 0,
     unroll: int = UNROLL,
     band: int = 8,
-    **levers: Value,
+    **levers: bool,
 ) -> Config:
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": 2},
@@ -112,13 +113,9 @@ KERNELS: Mapping[Config, Rates] = {
     _kernel((128, 192), store_buffers=3, turns=True, **LOADS): Rates(810, 2034),
     _swapped((64, 16), ahead=True, **LOADS): Rates(258, 120),
     _kernel((128, 96), split_k=4, ahead=True, vector_merge=True, **LOADS): Rates(392, 6690),
-    # Many rows by the order of additions that few rows have: for the batch-invariant mode.
-    _kernel((128, 128), store_buffers=2, turns=True, serial_parts=2, **LOADS): Rates(690, 3000),
-    _kernel((128, 160), store_buffers=3, turns=True, serial_parts=2, **LOADS): Rates(800, 3400),
-    _kernel((128, 192), store_buffers=3, turns=True, serial_parts=2, **LOADS): Rates(890, 3800),
 }
 """Kernels and their rates: the fit of `tuner develop fit rates` to
-``tests/assets/fits/rates.jsonl.gz``. Those of `serial_parts` are guesses.
+``tests/assets/fits/rates.jsonl.gz``.
 """
 
 
@@ -158,4 +155,4 @@ def _filled_us(problem: GemmProblem, config: Config, gpu: Gpu) -> float:
 def targets() -> tuple[Target, ...]:
     """The kernels, to be built and proven."""
     small = GemmProblem(512, 1024, 1024, dtype=E4M3, scales="block")
-    return tuple(Target(config, small) for config in KERNELS)
+    return tuple(Target(config, small) for config in (*KERNELS, *serial.KERNELS))
