@@ -38,6 +38,7 @@ def measured(
     compiles: bool = False,
     further: Further = lambda operands: {},
     budget_us: float = BUDGET_US,
+    peers: bool = True,
 ) -> Row:
     """Times of all contenders, errors of the tuner's output, and how it was answered.
 
@@ -46,6 +47,7 @@ def measured(
         compiles: FlexAttention and torch.compile take part, where they can.
         further: makes further contenders, of calls of models and of products.
         budget_us: all rounds of such a call take about so long.
+        peers: False to leave out peers of such a call but PyTorch.
     """
     with torch.inference_mode():
         torch.manual_seed(0)
@@ -55,7 +57,7 @@ def measured(
                 calls = further(lambda i: _operands(inputs[i].tensors, bool(call.views)))
                 return [Contender(name, one) for name, one in calls.items()]
 
-            row = model_call_measured(call, "cuda", compiles, budget_us, ways)
+            row = model_call_measured(call, "cuda", compiles, budget_us, ways, peers)
             return {**row, "problem": call.problem.to_json()}
         if isinstance(call, Pages):
             return paged(call)
@@ -64,7 +66,7 @@ def measured(
         is_grouped = isinstance(call.problem, GroupedGemmProblem)
         if is_grouped:
             return grouped(call, further, budget_us)
-        return product(call, compiles, further, budget_us)
+        return product(call, compiles, further, budget_us, peers)
 
 
 def _operands(tensors: Sequence[Any], is_attention: bool) -> list[Any]:
@@ -233,7 +235,7 @@ def _packed_reference(problem: AttentionProblem, lengths: Any, *tensors: Any) ->
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-def product(case: Plain, compiles: bool, further: Further, budget_us: float) -> Row:
+def product(case: Plain, compiles: bool, further: Further, budget_us: float, peers: bool) -> Row:
     """`tuner.linear` or `tuner.scaled_mm` beside PyTorch's, DeepGEMM and cuBLASLt's algorithms."""
     problem = case.problem
     assert isinstance(problem, GemmProblem)
@@ -248,9 +250,10 @@ def product(case: Plain, compiles: bool, further: Further, budget_us: float) -> 
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": problem.fast_accum}
         return tuner.scaled_mm(tensors.rows, weight.t(), *factors, **options)
 
-    calls: dict[str, Any] = {name: make() for name, make in torch_ways(tensors)}
+    ways = [way for way in torch_ways(tensors) if peers or way[0] == "pytorch"]
+    calls: dict[str, Any] = {name: make() for name, make in ways}
     calls["tuner"] = scaled if tensors.factors else linear
-    calls |= {name: make() for name, make in algorithm_ways(tensors)}
+    calls |= {name: make() for name, make in algorithm_ways(tensors) if peers}
     if compiles and not tensors.factors:
         options = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
         compiled = torch.compile(torch.nn.functional.linear, **options)

@@ -64,6 +64,7 @@ def measured(
     compiles: bool | None = None,
     budget_us: float = BUDGET_US,
     further: Callable[[Sequence[Inputs]], Iterable[Contender]] = lambda inputs: (),
+    peers: bool = True,
 ) -> dict[str, Any]:
     """One row: who answered, errors and microseconds by contender, and why others have none.
 
@@ -73,10 +74,13 @@ def measured(
         compiles: as of `contenders`.
         budget_us: as of `time_calls`.
         further: makes other contenders from the copies of the tensors.
+        peers: False to leave out all others but PyTorch and the tuner.
     """
     torch.manual_seed(0)
     inputs = made(call, device, copies_of(call))
-    ways = [*contenders(call, inputs, compiles), *further(inputs)]
+    usual = contenders(call, inputs, compiles)
+    ways = [way for way in usual if peers or way.name in (PYTORCH, TUNER)]
+    ways += further(inputs)
     with torch.inference_mode():
         outputs, failed, kind, reason = _outputs(call, ways)
         errors = _errors(call, inputs[0], outputs)

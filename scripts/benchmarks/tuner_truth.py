@@ -12,7 +12,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from benchmarks import rows
@@ -26,17 +25,18 @@ from tuner.families import families, families_of
 from tuner.families.base import Family, KernelSpec
 from tuner.families.rule import RuleSelection
 from tuner.hardware import Gpu
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.search import pool
 from tuner.selection.choice import Selection
 from tuner.selection.portfolio import serving, shipped
 from tuner.selection.rules import rule_of
 from tuner.store.entry import is_vendor
 
-VARIANTS, FINALISTS = 2, 5
-MAX_KERNELS, MAX_ESTIMATE = 24, 2.5
+VARIANTS, FINALISTS, NEAR_FINALISTS = 2, 5, 2
+"""Variants of a kernel, and fastest kernels of the final pass and of the neighbours' passes."""
+MAX_KERNELS, MAX_ESTIMATE = 20, 2.5
 """Kernels of a problem that are timed, and their longest estimate over the shortest."""
-FIRST_US, FINAL_US = 5e4, 4e5
+FIRST_US, FINAL_US = 3e4, 3e5
 """Microseconds of all rounds of a pass, if these are more than the fewest."""
 RANKED = 3
 """Own kernels of a selection that are compiled for a run."""
@@ -88,7 +88,6 @@ def wanted(case: Judged, gpu: Gpu) -> list[KernelSpec]:
     return list(specs)
 
 
-@cache
 def _built_keys() -> frozenset[str]:
     """Keys of the specs whose kernels lie in the cache, also those of other versions."""
     keys = set[str]()
@@ -103,7 +102,7 @@ def built(problem: Problem, gpu: Gpu) -> list[Config]:
     """Configs of the built kernels that take a problem, with their first variants by estimate.
     Kernels whose estimate is far above the shortest are left out.
     """
-    groups: dict[tuple[str, str], dict[Config, float]] = defaultdict(dict)
+    keys, groups = _built_keys(), defaultdict[tuple[str, str], dict[Config, float]](dict)
     for family in families_of(problem.op).values():
         if family.is_vendor or family.is_fallback or family.supports(problem, gpu):
             continue
@@ -112,9 +111,8 @@ def built(problem: Problem, gpu: Gpu) -> list[Config]:
             group[config] = family.predict_us(problem, config, gpu)
     estimates = []
     for group in groups.values():
-        if all(
-            spec.key in _built_keys() for spec in kernels_of(problem, next(iter(group))).values()
-        ):
+        specs = kernels_of(problem, next(iter(group))).values()
+        if all(spec.key in keys for spec in specs):
             variants = sorted((us, config.digest, config) for config, us in group.items())
             estimates.append(variants[:VARIANTS])
     estimates.sort(key=lambda variants: variants[0][0])
@@ -141,9 +139,16 @@ def own_calls(
     calls: dict[str, Callable[[int], Any]] = {}
     for config in configs:
         if (plan := _plan(problem, config, scale)) is not None:
-            name = own_name(config)
-            calls[name] = lambda i, plan=plan: plan.run_uncounted(*operands(i))  # type: ignore[misc]
+            calls[own_name(config)] = _call(problem, plan, operands)
     return calls
+
+
+def _call(problem: Problem, plan: Any, operands: Operands) -> Callable[[int], Any]:
+    """A plan's call, whose output has the shape of PyTorch's."""
+    if not isinstance(problem, GemmProblem):
+        return lambda i: plan.run_uncounted(*operands(i))
+    rows_columns = problem.m, problem.n  # a product has its batch before
+    return lambda i: plan.run_uncounted(*operands(i)).view(rows_columns)
 
 
 def _plan(problem: Problem, config: Config, scale: float = 1.0) -> Any:
@@ -155,16 +160,23 @@ def _plan(problem: Problem, config: Config, scale: float = 1.0) -> Any:
     return None if isinstance(plan, str) else plan
 
 
-def timed(case: Judged, configs: Sequence[Config], budget_us: float, compiles: bool = False) -> Row:
-    """One pass over PyTorch, peers, the tuner's call and some built kernels; Inductor also where it
-    `compiles`.
+def timed(
+    case: Judged,
+    configs: Sequence[Config],
+    budget_us: float,
+    *,
+    compiles: bool = False,
+    peers: bool = False,
+) -> Row:
+    """One pass over PyTorch, the tuner's call and some built kernels; also over Inductor where it
+    `compiles`, and over `peers`.
     """
     from benchmarks.cliffs_calls import measured
 
     def further(operands: Operands) -> dict[str, Callable[[int], Any]]:
         return own_calls(case.problem, configs, operands)
 
-    return measured(case.call, compiles, further, budget_us)
+    return measured(case.call, compiles, further, budget_us, peers)
 
 
 def judged(case: Judged, choice: Config | None, winners: Sequence[Config] = ()) -> Row:
@@ -177,7 +189,7 @@ def judged(case: Judged, choice: Config | None, winners: Sequence[Config] = ()) 
     """
     from tuner.runtime.call import devices
 
-    gpu = devices.gpu_of(0)
+    gpu, start = devices.gpu_of(0), time.monotonic()
     every = list(dict.fromkeys([*built(case.problem, gpu), *winners]))
     first = timed(case, every, FIRST_US)
     by_name = {own_name(config): config for config in every}
@@ -185,14 +197,15 @@ def judged(case: Judged, choice: Config | None, winners: Sequence[Config] = ()) 
     fastest = [by_name[name] for name in own[:FINALISTS]]
     always = [config for config in (choice, *winners) if config is not None]
     finalists = list(dict.fromkeys([*always, *fastest]))
-    row = timed(case, finalists, FINAL_US)
+    row = timed(case, finalists, FINAL_US, peers=True)
     near = {}
     for place in neighbours(case):
-        us = timed(place, finalists, FIRST_US)["us"]
+        us = timed(place, finalists[: len(always) + NEAR_FINALISTS], FIRST_US)["us"]
         near[place.problem.label()] = {name: us[name] for name in us if is_truth(name)}
     return {
         **row,
-        **{"kernels": len(own), "near": near, "first_us": {n: first["us"][n] for n in own}},
+        **{"kernels": len(own), "near": near, "took_s": round(time.monotonic() - start, 2)},
+        **{"first_us": {n: first["us"][n] for n in own}},
         "choice": None if choice is None else choice.to_json(),
         "artifacts": {} if choice is None else _sha256(case.problem, choice),
         "extra_mib": 0.0 if choice is None else _workspace_mib(case.problem, choice),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_device import fake_device, fake_gpu, on_the_cpu  # noqa: F401
 from stored import H200, WARM, measured
 
 from benchmarks import search_sweeps, tuner_figures, tuner_problems, tuner_rivals, tuner_truth
@@ -18,7 +19,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.gemm import cost
-from tuner.problem import AttentionProblem, GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import open_store
 
 PROBLEM = AttentionProblem.parse("S=512,D=64,H=8,dtype=bf16")
@@ -109,7 +110,6 @@ def test_kernels_of_the_cache_are_found_with_their_variants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
-    tuner_truth._built_keys.cache_clear()
     assert tuner_truth.built(PROBLEM, H200) == []
     selection = tuner_truth.selection_of(PROBLEM, H200)
     assert selection is not None
@@ -119,12 +119,10 @@ def test_kernels_of_the_cache_are_found_with_their_variants(
     folder.mkdir(parents=True)
     facts = {"template": spec.template, "variables": dict(spec.variables)}
     (folder / "meta.json").write_text(json.dumps({"facts": facts}))
-    tuner_truth._built_keys.cache_clear()
     configs = tuner_truth.built(PROBLEM, H200)
     digests = {family(one.family).compile_digest(one) for one in configs}
     assert digests == {family(config.family).compile_digest(config)}
     assert 0 < len(configs) <= tuner_truth.VARIANTS
-    tuner_truth._built_keys.cache_clear()
 
 
 def test_a_run_wants_the_kernels_that_the_selection_ranks_first() -> None:
@@ -199,3 +197,44 @@ def test_the_heuristics_list_is_by_recorded_configs(monkeypatch: pytest.MonkeyPa
     orders = tuner_rivals._heuristics(problem, H200, times)
     assert orders["nvMatmulHeuristics"] == [[second, first]]
     assert orders["nvMatmulHeuristics sorted"] == [[first, second]], "by its own estimates"
+
+
+class Planned:
+    """Stands for a built kernel's plan, whose products have a batch before their rows."""
+
+    workspace_bytes = 3 << 20
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def run_uncounted(self, *operands: Any) -> Any:
+        import torch
+
+        if isinstance(self.problem, GemmProblem):
+            x, weight, bias = operands
+            return (x @ weight + bias)[None]
+        return torch.nn.functional.scaled_dot_product_attention(*operands)
+
+
+@pytest.mark.usefixtures("fake_device")
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (tuner_problems.PRODUCTS, GemmProblem(9, 64, 32, dtype="bfloat16", epilogue="bias")),
+        (PROMPTS, AttentionProblem.parse("S=64,D=64,H=2,dtype=bf16")),
+    ],
+)
+def test_a_choice_is_timed_beside_built_kernels_here_and_near(
+    kind: str, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "gemm" if isinstance(problem, GemmProblem) else "fused_attention"
+    configs = family(name).space(problem, H200)[:3]
+    monkeypatch.setattr(tuner_truth, "built", lambda *_: configs)
+    monkeypatch.setattr(tuner_truth, "_plan", lambda problem, *_, **__: Planned(problem))
+    monkeypatch.setattr(tuner_truth, "launched", lambda *_: configs[0])
+    with on_the_cpu():
+        row = tuner_truth.untuned(Judged(kind, problem))
+    own = {tuner_truth.own_name(config) for config in configs}
+    assert own <= set(row["us"]) and row["wrong"] == [] and row["kernels"] == 3
+    assert Config.from_json(row["choice"]) == configs[0] and row["extra_mib"] == 3.0
+    assert len(row["near"]) == 2 and all(own <= set(us) for us in row["near"].values())
