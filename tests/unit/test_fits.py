@@ -177,7 +177,7 @@ class TestPaged:
         found = engines_fit.refit([FILES["engines"]], GPUS["H200"])
         ((path, text),) = found.documents.items()
         assert path.read_text() == text
-        assert len(found.errors) == 8
+        assert len(found.errors) == 12
 
     def test_rows_without_schedules_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"
