@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from noted_kernels import find_kernels
@@ -116,19 +117,20 @@ def test_calls_of_every_kind_are_posed_and_answered_without_a_kernel(
     import tuner
 
     starts = torch.tensor([0, 40, 70]).int()
-    packed = torch.randn(3, 70, 4, 264).half()
-    pages = torch.randn(2, 4, 16, 2, 264).half()
+    query, key, value = (torch.randn(70, 4, 264).half() for _ in range(3))
+    keys, values = (torch.randn(4, 16, 2, 264).half() for _ in range(2))
     table, lengths = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([20, 7]).int()
-    dense = [tensor[None].transpose(1, 2) for tensor in packed]
+    dense = [tensor[None].transpose(1, 2) for tensor in (query, key, value)]
 
-    def calls() -> list[torch.Tensor]:
+    def calls() -> list[Any]:
+        q, k, v = dense
         return [
-            tuner.attention(*dense, window=(8, 0), softcap=20.0),
-            tuner.attention_varlen(*packed, starts, starts, 40, 40, is_causal=True),
-            tuner.paged_attention(packed[0, :2], *pages, table, lengths),
+            tuner.attention(q, k, v, window=(8, 0), softcap=20.0),
+            tuner.attention_varlen(query, key, value, starts, starts, 40, 40, is_causal=True),
+            tuner.paged_attention(query[:2], keys, values, table, lengths),
         ]
 
-    for out in (tuner.attention(*dense, is_causal=True), *calls()):
+    for out in (tuner.attention(dense[0], dense[1], dense[2], is_causal=True), *calls()):
         assert out.isfinite().all()
     served = find_kernels(on_cpu, monkeypatch, lambda problem: FAMILY)
     calls()
