@@ -119,10 +119,15 @@ def compile_specs(specs: Iterable[KernelSpec], *, serves: bool = False) -> None:
     from tuner.tuning.built import BuiltKernels
 
     with Compiler(find_toolchain(), ArtifactCache()) as every:
-        further = {}
+
+        def enter(spec: KernelSpec, artifact: Any) -> None:
+            if entries is not None:
+                entries.enter(spec, artifact)
+
+        entries = None
         if serves:
             path = path_of(every.toolchain.nvcc_version, every.capability)
             update(path, lambda known: known, start=lambda: starting_list(path, every))
-            further = {"finished": BuiltKernels(path, force=False).enter}
-        if compile_aot(list(dict.fromkeys(specs)), every, None, **further):
+            entries = BuiltKernels(path, force=False)
+        if compile_aot(list(dict.fromkeys(specs)), every, None, finished=enter):
             raise CompileError("not every kernel is compiled; the lines above say why")

@@ -56,7 +56,7 @@ def evaluated(space: dict[str, Any], strategy: str, seed: int, path: Path) -> li
     recorded takes minutes.
     """
     kernel_tuner = importlib.import_module("kernel_tuner")
-    interface = importlib.import_module("kernel_tuner.interface")
+    interface: Any = importlib.import_module("kernel_tuner.interface")
     made = importlib.import_module("kernel_tuner.searchspace").Searchspace
     numpy = importlib.import_module("numpy")
     recorded = cache_of(space)
