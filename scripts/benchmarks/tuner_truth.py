@@ -34,6 +34,8 @@ from tuner.store.entry import is_vendor
 
 VARIANTS, FINALISTS, NEAR_FINALISTS = 2, 5, 2
 """Variants of a kernel, and fastest kernels of the final pass and of the neighbours' passes."""
+MAX_FINALISTS = 8
+"""Most kernels that need no first pass."""
 MAX_KERNELS, MAX_ESTIMATE = 20, 2.5
 """Kernels of a problem that are timed, and their longest estimate over the shortest."""
 FIRST_US, FINAL_US = 3e4, 3e5
@@ -190,26 +192,33 @@ def judged(case: Judged, choice: Config | None, winners: Sequence[Config] = ()) 
     from tuner.runtime.call import devices
 
     gpu, start = devices.gpu_of(0), time.monotonic()
-    every = list(dict.fromkeys([*built(case.problem, gpu), *winners]))
-    first = timed(case, every, FIRST_US)
-    by_name = {own_name(config): config for config in every}
-    own = sorted((name for name in first["us"] if name in by_name), key=first["us"].__getitem__)
-    fastest = [by_name[name] for name in own[:FINALISTS]]
     always = [config for config in (choice, *winners) if config is not None]
-    finalists = list(dict.fromkeys([*always, *fastest]))
+    finalists = list(dict.fromkeys([*always, *built(case.problem, gpu)]))
+    by_name, first = {own_name(config): config for config in finalists}, dict[str, float]()
+    if len(finalists) > MAX_FINALISTS:
+        first = _own_times(timed(case, finalists, FIRST_US), by_name)
+        fastest = [by_name[name] for name in [*first][:FINALISTS]]
+        finalists = list(dict.fromkeys([*always, *fastest]))
     row = timed(case, finalists, FINAL_US, peers=True)
+    fastest = [by_name[name] for name in [*_own_times(row, by_name)][:NEAR_FINALISTS]]
     near = {}
     for place in neighbours(case):
-        us = timed(place, finalists[: len(always) + NEAR_FINALISTS], FIRST_US)["us"]
+        us = timed(place, list(dict.fromkeys([*always, *fastest])), FIRST_US)["us"]
         near[place.problem.label()] = {name: us[name] for name in us if is_truth(name)}
     return {
         **row,
-        **{"kernels": len(own), "near": near, "took_s": round(time.monotonic() - start, 2)},
-        **{"first_us": {n: first["us"][n] for n in own}},
+        **{"kernels": len(first or finalists), "near": near, "first_us": first},
+        "took_s": round(time.monotonic() - start, 2),
         "choice": None if choice is None else choice.to_json(),
         "artifacts": {} if choice is None else _sha256(case.problem, choice),
         "extra_mib": 0.0 if choice is None else _workspace_mib(case.problem, choice),
     }
+
+
+def _own_times(row: Row, by_name: Mapping[str, Config]) -> dict[str, float]:
+    """Times of a pass by own kernels, the shortest first."""
+    own = ((us, name) for name, us in row["us"].items() if name in by_name)
+    return {name: us for us, name in sorted(own)}
 
 
 def is_truth(name: str) -> bool:

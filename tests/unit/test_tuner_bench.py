@@ -237,4 +237,9 @@ def test_a_choice_is_timed_beside_built_kernels_here_and_near(
     own = {tuner_truth.own_name(config) for config in configs}
     assert own <= set(row["us"]) and row["wrong"] == [] and row["kernels"] == 3
     assert Config.from_json(row["choice"]) == configs[0] and row["extra_mib"] == 3.0
-    assert len(row["near"]) == 2 and all(own <= set(us) for us in row["near"].values())
+    near = [own & set(us) for us in row["near"].values()]
+    assert len(near) == 2 and all(tuner_truth.own_name(configs[0]) in names for names in near)
+    monkeypatch.setattr(tuner_truth, "MAX_FINALISTS", 2)
+    with on_the_cpu():
+        row = tuner_truth.untuned(Judged(kind, problem))
+    assert set(row["first_us"]) == own and row["kernels"] == 3, "a first pass has all of them"
