@@ -303,7 +303,8 @@ def test_a_call_without_a_kernel_is_sglang_s_own_and_writes_once(
     refusal = on_cpu.refusal
     served.refusal = refusal.Refusal(refusal.Kind.MISS, "B=2")
     backend, (q, k, v) = backend_of(sglang, metadata((1, 1), 100)), rows(2)
-    assert backend.forward_decode(q, k, v, layer(), batch()) == "SGLang's own"
+    for _ in range(2):
+        assert backend.forward_decode(q, k, v, layer(), batch()) == "SGLang's own"
     served.refusal = None
 
     def launch(*args: Any) -> None:
@@ -313,7 +314,8 @@ def test_a_call_without_a_kernel_is_sglang_s_own_and_writes_once(
     backend.forward_metadata = metadata((1, 1), 100)
     assert backend.forward_decode(q, k, v, layer(), batch()) == "SGLang's own"
     assert len(backend.token_to_kv_pool.written) == 2
-    assert [given[5] for given, _ in sglang.own] == [False, False]
+    assert [given[5] for given, _ in sglang.own] == [False, True, False]
+    assert on_cpu.counters.stats().fallbacks["no measured winner"] == 2
 
 
 def test_a_captured_step_takes_as_many_keys_as_its_table_holds(

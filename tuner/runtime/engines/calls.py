@@ -75,6 +75,8 @@ class EngineStep:
     refusal: Refusal | None
     """Reason why no layer of the step is served."""
     decisions: dict[Any, KernelPlan | Refusal] = field(default_factory=dict)
+    refusals: dict[Any, Refusal] = field(default_factory=dict)
+    """Reasons why the engine answers layers of a kind."""
     served: int = 0
     refused: int = 0
 
@@ -128,6 +130,8 @@ def run(
                 step.served += 1
                 return True
             decision = step.refusal = answer  # the next step looks up again
+    else:
+        step.refusals[kind] = decision
     refuse(decision, step)
     return False
 

@@ -104,16 +104,19 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **options: Any,
     ) -> Any:
-        step = self._step_of(layer, batch)
-        refusal = step.refusal or _unserved(options)
-        form = self._form_of(layer)
+        step, form = self._step_of(layer, batch), self._form_of(layer)
+        sinks = options.get("sinks")
         if isinstance(form, Refusal):
-            refusal = form
-        elif refusal is None:
-            if k is not None and save_kv_cache:
-                self._write(layer, batch, k, v)
-            out = self._answer(step, form, layer, batch, q, options.get("sinks"))
-            return own(q, k, v, layer, batch, False, **options) if out is None else out
+            refusal: Refusal | None = form
+        else:
+            sizes = layer.head_dim, layer.tp_k_head_num, q.shape
+            kind = form.scale, form.extras, sinks is None, sizes
+            refusal = step.refusal or _unserved(options) or step.refusals.get(kind)
+            if refusal is None:
+                if k is not None and save_kv_cache:
+                    self._write(layer, batch, k, v)
+                out = self._answer(step, form, kind, layer, batch, q, sinks)
+                return own(q, k, v, layer, batch, False, **options) if out is None else out
         refuse(refusal, step)
         return own(q, k, v, layer, batch, save_kv_cache, **options)
 
@@ -121,6 +124,7 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
         self,
         step: EngineStep,
         form: Form,
+        kind: Any,
         layer: Any,
         batch: Any,
         q: torch.Tensor,
@@ -132,7 +136,6 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
         if out is None:
             out = query.new_empty(query.shape, dtype=output_type(query))
         out = out.view(query.shape)
-        kind = form.scale, form.extras, sinks is None
         if sinks is not None:  # converted in each call, so that a graph reads reloaded weights
             form = form._replace(sinks=sinks.float())
         cache = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
