@@ -59,7 +59,8 @@ def specs(case: CompiledUnit) -> list[KernelSpec]:
     )
     every = dict.fromkeys(spec for c in space for spec in member.kernels(problem, c).values())
     first, *others = islice(every, 2 * UNIT)
-    return [first, *sorted(others, key=lambda spec: -shared(first, spec))][: case.kernels]
+    others.sort(key=lambda spec: shared(first, spec), reverse=True)
+    return [first, *others][: case.kernels]
 
 
 def compile_unit(case: CompiledUnit, _: Namespace) -> Row:

@@ -85,7 +85,7 @@ class Compilers:
             (family, _), first = self.waiting[0]
             idle = max(1, self._cores // 2 - len(self.units))
             alike = [one for one in self.waiting if one[0][0] == family]
-            alike.sort(key=lambda one: -shared(first.spec, one[1].spec))
+            alike.sort(key=lambda one: shared(first.spec, one[1].spec), reverse=True)
             unit = alike[: unit_size(first, len(self.waiting), idle, UNIT)]
             self.waiting = [one for one in self.waiting if one not in unit]
             each = sorted((self._seconds[place] for place, _ in unit), reverse=True)

@@ -127,6 +127,26 @@ def test_a_unit_holds_the_oldest_kernel_and_those_most_like_it(
     made.close(cancel=True)
 
 
+def test_kernels_of_equal_instances_share_a_unit(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal tiles count more than two other equal variables."""
+    wanted = [
+        KernelSpec("a.cu.j2", {"n": n, "tile": tile, "mask": mask, "early": mask},
+                   instances=("tile",))
+        for n, (tile, mask) in enumerate([(64, 0), (128, 0), (64, 1), (128, 1)])
+    ]  # fmt: skip
+    assert [[one.variables["n"] for one in unit] for unit in fixed_units(wanted, 2)] == [
+        [1, 3],
+        [0, 2],
+    ]
+    made = fake.compiler(jobs=1, batch=2)
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made.submit(wanted)
+    assert [job.spec.variables["n"] for job in taken(made)] == [0, 2]
+    made.close(cancel=True)
+
+
 @pytest.mark.parametrize("jobs", [1, 6])
 def test_fixed_units_depend_on_the_kernels_only(fake: Fake, jobs: int) -> None:
     wanted = [*specs(5), spec(9, "b.cu.j2")]

@@ -352,7 +352,7 @@ class Compiler:
                 # Both halves of a unit compile at once, so half as many units keep all cores busy.
                 idle = max(1, self.jobs // 2 - len(self._units))
                 size = unit_size(first, len(self._pending), idle, self.batch)
-                alike.sort(key=lambda job: -shared(first.spec, job.spec))
+                alike.sort(key=lambda job: shared(first.spec, job.spec), reverse=True)
                 alike = alike[:size]
             unit = Unit([first] if first.alone else alike)
             self._pending = [job for job in self._pending if job not in unit.jobs]

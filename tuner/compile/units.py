@@ -47,7 +47,7 @@ def fixed_units(specs: Iterable[KernelSpec], size: int) -> list[list[KernelSpec]
     equal lists give equal libraries.
     """
     units: list[list[KernelSpec]] = []
-    for spec in sorted(set(specs), key=lambda spec: spec.key):
+    for spec in sorted(set(specs), key=lambda spec: (spec.template, spec.instance, spec.key)):
         last = units[-1] if units else []
         if last and len(last) < size and last[0].template == spec.template:
             last.append(spec)
@@ -81,8 +81,9 @@ class Underway:
     """Number of kernels in its unit."""
 
 
-def shared(spec: KernelSpec, other: KernelSpec) -> int:
-    """Number of equal variables of two kernels. The more are equal, the more instantiations the
-    kernels share.
+def shared(spec: KernelSpec, other: KernelSpec) -> tuple[int, int]:
+    """Numbers of equal variables of two kernels: of `KernelSpec.instances`, and of all. The more
+    are equal, the more instantiations the kernels share.
     """
-    return sum(other.variables.get(name) == value for name, value in spec.variables.items())
+    equal = [name for name, value in spec.variables.items() if other.variables.get(name) == value]
+    return sum(name in spec.instances for name in equal), len(equal)

@@ -78,6 +78,13 @@ class KernelSpec:
     """
     together: int = 1
     """Least kernels of a compiler's unit, where so many wait: they instantiate the same headers."""
+    instances: tuple[str, ...] = ()
+    """Variables that decide most of what the headers instantiate."""
+
+    @cached_property
+    def instance(self) -> str:
+        """Text that is equal for kernels which cost little beside each other in a unit."""
+        return json.dumps([self.template, *map(self.variables.get, self.instances)])
 
     @cached_property
     def key(self) -> str:

@@ -50,6 +50,9 @@ KERNEL = "attention"
 #: Least kernels of a unit (`KernelSpec.together`). The first of a search take 27.5 CPU-seconds of
 #: nvcc as one, 35.6 as two, 46.5 as four and 62.4 as eight (two busy cores, 29 November 2026).
 TOGETHER = 4
+#: Variables that decide the layouts, copies and products of CuTe (`KernelSpec.instances`).
+INSTANCES = ("dtype", "head_dim", "value_dim", "tile_n", "kv_stages", "warp_groups", "key_groups",
+             "q_in_registers", "packed_heads")  # fmt: skip
 #: Text that the template takes, by variable.
 WORDS = {
     "dtype": ("float16", "bfloat16", E4M3),
@@ -249,6 +252,7 @@ class FusedAttention(Family):
                 WORDS,
                 arguments_of(attention),
                 TOGETHER,
+                INSTANCES,
             )
         }
 

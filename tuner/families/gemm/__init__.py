@@ -73,6 +73,9 @@ _MAJORS = ("row", "col")
 _EPILOGUES = (PLAIN, COOPERATIVE, NO_SMEM)
 _SCHEDULERS = ("Persistent", "StreamK")
 #: Text that it takes, by variable.
+INSTANCES = ("dtype", "dtype_d", "layout_a", "layout_b", "layout_d", "kernel_schedule", "tile_m",
+             "tile_n", "tile_k")  # fmt: skip
+"""Variables that decide the collective's layouts and products (`KernelSpec.instances`)."""
 WORDS = {
     "dtype": ("float16", "bfloat16", E4M3),
     "dtype_d": ("float16", "bfloat16", "float32", E4M3),
@@ -171,7 +174,8 @@ class Gemm(StridedProduct):
             "residual": problem.has_residual,
             "gated": False,
         }
-        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem), TOGETHER)}
+        arguments = arguments_of(problem)
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments, TOGETHER, INSTANCES)}
 
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
