@@ -27,6 +27,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
+from tuner.selection import invariant
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.portfolio import serving, shipped
 from tuner.store import open_store
@@ -54,7 +55,7 @@ import contextlib, json, os, pathlib, signal, socket, sys, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 import tuner
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, NotInvariantError
 from tuner.hardware import GPUS
 from tuner.measurement import Environment
 from tuner.problem import AttentionProblem
@@ -87,7 +88,10 @@ def call(shape="S=64,D=64,H=2"):
     launched.clear()
     problem = AttentionProblem.parse(shape)
     tensors = [torch.randn(one.shape, dtype=torch.float16) for one in problem.operands[:3]]
-    tuner.attention(*tensors, is_causal=problem.is_causal)
+    try:
+        tuner.attention(*tensors, is_causal=problem.is_causal)
+    except NotInvariantError:
+        return "refused"
     return launched[-1] if launched else None
 
 def proves(path, rows):
@@ -211,6 +215,7 @@ class Host:
     built: tuple[KernelSpec, ...] = ()
     """Kernels in the cache that no list names."""
     gpu: str = "H200"
+    is_invariant: bool = False
     how: Mapping[str, Any] = field(default_factory=dict)
 
     def furnish(self, folder: Path) -> dict[str, str]:
@@ -243,7 +248,8 @@ class Host:
             with open_store(url) as store:
                 store.decide(PROBLEM, DEFAULT_GPU, ranked[0].regime, ranked, "sweep")
         names = {"TUNER_CACHE_DIR": str(folder), "TUNER_STORE": url, "RANKS_GPU": self.gpu}
-        return {**names, "TUNER_BUILD_ON_MISS": "1"}
+        mode = {"TUNER_BATCH_INVARIANT": "1"} if self.is_invariant else {}
+        return {**names, **mode, "TUNER_BUILD_ON_MISS": "1"}
 
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -353,11 +359,14 @@ def test_ranks_of_two_versions_serve_nothing(run: Run) -> None:
     }
 
 
-def own_configs(shape: str) -> list[tuple[dict[str, Any], KernelSpec]]:
-    """The portfolio's own kernels of a call, best first: their parameters, and the kernel."""
+def own_configs(shape: str, *, in_mode: bool = False) -> list[tuple[dict[str, Any], KernelSpec]]:
+    """The portfolio's own kernels of a call, best first: their parameters, and the kernel. In the
+    batch-invariant mode those of the layer's class.
+    """
     problem = AttentionProblem.parse(shape)
     mine = next(one for one in serving(shipped(), DEFAULT_GPU) if one.op == problem.op)
-    selection = mine.select(problem)
+    of_class = invariant.select(problem, DEFAULT_GPU, mine) if in_mode else None
+    selection = of_class or mine.select(problem)
     assert selection is not None
     chosen = [config for _, config in selection.own()]
     kernels = [family(config.family).kernels(problem, config) for config in chosen]
@@ -389,6 +398,29 @@ def test_the_portfolio_serves_all_ranks_alike_by_what_all_have_proven(run: Run) 
     assert first["buckets"] == second["buckets"] == [wanted, wanted], "before and after a restart"
     assert len(wanted) == 20 and 10 < sum(one is not None for one in wanted)
     assert wanted != expected(hosts[0]) and wanted != expected(hosts[1])
+
+
+def test_in_the_batch_invariant_mode_ranks_choose_or_refuse_alike(run: Run) -> None:
+    """A class's next kernel serves where a rank lacks the first; without one, none answers."""
+    classes = [own_configs(one, in_mode=True) for one in BUCKETS]
+    several = next(of for of in classes if len({spec.key for _, spec in of}) > 1)
+    only = next(of for of in classes if len({spec.key for _, spec in of}) == 1)
+    every = {spec.key: spec for of in classes for _, spec in of}
+    lacking = several[0][1].key, only[0][1].key
+    hosts = [
+        Host(
+            proven=tuple(spec for key, spec in every.items() if key != lacks),
+            is_invariant=True,
+            how={"buckets": BUCKETS},
+        )
+        for lacks in lacking
+    ]
+    wanted = [
+        next((params for params, spec in of if spec.key not in lacking), "refused")
+        for of in classes
+    ]
+    assert [rank["buckets"] for rank in run(*hosts)] == [[wanted], [wanted]]
+    assert several[0][0] not in wanted and "refused" in wanted and len(wanted) == 20
 
 
 def test_kernels_that_are_built_later_serve_from_the_next_agreement_on(
