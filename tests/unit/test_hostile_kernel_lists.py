@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -106,6 +107,18 @@ def test_a_damaged_list_serves_nothing_that_it_does_not_prove(
         assert list(Lists().kernels(CAPABILITY)) is not None
         serving += bool(answers)
     assert serving > 100, "most changes leave some kernels"
+
+
+def test_a_pipe_in_a_file_s_place_is_not_waited_for() -> None:
+    """Which a member of a trusted group may make."""
+    folder = settings.kernels_dir()
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "list.json")
+    assert served(Lists()) == set()
+    cache = ArtifactCache()
+    (cache.root / "k0").mkdir(parents=True)
+    os.mkfifo(cache.root / "k0" / "meta.json")
+    assert cache.find("k0") is None and cache.facts("k0") == {}
 
 
 def test_unchanged_it_serves_what_is_proven(documents: list[dict[str, Any]]) -> None:

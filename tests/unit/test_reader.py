@@ -484,9 +484,12 @@ class TestIllStores:
         path.write_bytes(whole)
         assert us(lookup(PROBLEM, gpu=H200, path=path)) == 13
 
-    def test_a_folder(self, tmp_path: Path) -> None:
+    def test_a_folder_and_a_pipe(self, tmp_path: Path, path: Path) -> None:
         with pytest.raises(StoreError, match="is a folder"):
             lookup(PROBLEM, gpu=H200, path=tmp_path)
+        os.mkfifo(path)
+        with pytest.raises(StoreError, match="is not a file"):
+            lookup(PROBLEM, gpu=H200, path=path)
 
     def test_another_programs_database(self, path: Path) -> None:
         with sqlite3.connect(path) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -452,6 +453,9 @@ def test_places_where_no_store_can_be(tmp_path: Path) -> None:
     assert "is a folder" in refusal(tmp_path)
     assert "no folder" in refusal(tmp_path / "no" / "s.sqlite")
     assert "does not exist" in refusal(tmp_path / "s.sqlite", create=False)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a file" in refusal(tmp_path / "pipe")
+    (tmp_path / "pipe").unlink()
     assert not list(tmp_path.iterdir())
 
 

@@ -24,6 +24,13 @@ def nearest(folder: Path) -> Path:
     return folder
 
 
+def not_a_file(path: Path) -> str:
+    """Reason why what a path names is not a file; empty for a file and for nothing."""
+    if path.is_dir():
+        return "is a folder; name a file in it"
+    return "" if path.is_file() or not path.exists() else "is not a file"
+
+
 def write_fault(folder: Path, size: int = 0) -> str:
     """Reason why no file of `size` bytes can be written there; empty if one can."""
     folder = nearest(folder)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from tuner import settings
 
@@ -87,13 +88,26 @@ def make_folder(path: Path) -> None:
     path.mkdir(mode, exist_ok=True)
 
 
+def opened(path: Path) -> BinaryIO:
+    """A file to read. Only a regular one, since another user's pipe would never be ready.
+
+    Raises:
+        OSError: when it cannot be opened, or is not a regular file.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, f"{path} is not a file")
+    return file
+
+
 def trusted_text(path: Path) -> str:
     """Text of a file that only this user and root can have written, read through one descriptor.
 
     Raises:
         OSError: when it cannot be read, or others can write it.
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         if reason := open_to_others(os.fstat(file.fileno())):
             raise PermissionError(errno.EPERM, f"{path} {reason}")
         return file.read().decode()
@@ -122,7 +136,7 @@ def trusted_sha256(path: Path) -> str:
     remembered = _hashes.get(_state(path.stat()))
     if remembered is not None:
         return remembered
-    with path.open("rb") as file:
+    with opened(path) as file:
         before = os.fstat(file.fileno())
         if reason := open_to_others(before):
             raise PermissionError(errno.EPERM, f"{path} {reason}")

@@ -38,7 +38,7 @@ from typing import Any, Self
 
 from tuner import settings
 from tuner.base import document, filesystem, forks, scratch
-from tuner.base.ownership import close_to_others, distrust, make_folder, trusted_sha256
+from tuner.base.ownership import close_to_others, distrust, make_folder, opened, trusted_sha256
 from tuner.compile import prebuilt
 from tuner.compile.device_code import device_code
 from tuner.errors import ConfigError, StoreError
@@ -348,8 +348,8 @@ class ArtifactCache:
     def facts(self, key: str) -> Mapping[str, Any]:
         """Facts of an artifact's build, not verified; empty where there are none."""
         try:
-            text = (self._folder(key) / "meta.json").read_text(encoding="utf-8")
-            return dict(document.parse(text)["facts"])
+            with opened(self._folder(key) / "meta.json") as file:
+                return dict(document.parse(file.read().decode())["facts"])
         except document.FAULTS:
             return {}
 
@@ -448,8 +448,8 @@ def _intact(key: str, folder: Path, libraries: Path | None = None) -> Artifact |
         libraries: folder with libraries by their SHA-256; None: the library is beside the facts.
     """
     try:
-        text = (folder / "meta.json").read_text(encoding="utf-8")
-        artifact = Artifact.of_meta(key, document.parse(text))
+        with opened(folder / "meta.json") as file:
+            artifact = Artifact.of_meta(key, document.parse(file.read().decode()))
         path = folder / "kernel.so" if libraries is None else libraries / artifact.library
         artifact = replace(artifact, library=path)
         return artifact if trusted_sha256(artifact.library) == artifact.sha256 else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
+from tuner.base.filesystem import not_a_file
 from tuner.errors import StoreError
 
 GRACE_S = 30.0
@@ -32,8 +33,8 @@ def open_journal(path: Path) -> JournalStorage:
         StoreError: when the file is none.
     """
     path = path.resolve()  # Optuna's lock is a link, whose target would be relative to its folder
-    if path.is_dir():
-        raise StoreError(f"Optuna storage {path} is a folder; name a file in it")
+    if reason := not_a_file(path):
+        raise StoreError(f"Optuna storage {path} {reason}")
     if path.exists():
         with path.open("rb") as file:
             if file.read(1) not in (b"", b"{"):

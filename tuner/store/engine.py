@@ -12,6 +12,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from tuner import settings
+from tuner.base.filesystem import not_a_file
 from tuner.base.install import extra_command
 from tuner.base.printable import without_password
 from tuner.errors import ConfigError, StoreError, TunerError
@@ -124,8 +125,8 @@ def _watch(engine: sa.Engine, file: OpenFile) -> None:
 
 
 def _check_file(path: Path, *, create: bool) -> None:
-    if path.is_dir():
-        raise StoreError(f"store {path} is a folder; name a file in it")
+    if reason := not_a_file(path):
+        raise StoreError(f"store {path} {reason}")
     if path.exists():
         return
     if not create:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from tuner import settings
+from tuner.base.filesystem import not_a_file
 from tuner.errors import StoreError
 from tuner.store.entry import as_text
 from tuner.store.faults import FAULTS, decoding, newer_schema, store_error
@@ -66,8 +67,8 @@ class StoreFile:
         if self._connection is None or self._file != self._identify(status):
             if connection := self.close():
                 connection.close()
-            if self._path.is_dir():
-                raise StoreError(f"store {self._path} is a folder; name a file in it")
+            if reason := not_a_file(self._path):
+                raise StoreError(f"store {self._path} {reason}")
             self._connection, self._is_immutable = open_file(self._path)
             self._file = self._identify(status)
         version = self.select("PRAGMA data_version")[0][0]

@@ -27,6 +27,7 @@ import torch
 
 from tuner import settings
 from tuner.base import document, forks
+from tuner.base.ownership import opened
 from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import BenchmarkError, StoreBusyError, StoreError
@@ -156,7 +157,7 @@ class Journal:
                 return
             if size < self._read:  # another file
                 self._read, self._known = 0, {}
-            with path.open("rb") as file:
+            with opened(path) as file:
                 file.seek(self._read)
                 text = file.read()
         except FileNotFoundError:
