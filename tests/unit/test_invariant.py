@@ -133,6 +133,17 @@ def test_decoding_reads_the_keys_once_for_up_to_eight_heads(group: int, packed: 
     assert (config.get("packed_heads", 1), reduction.step) == (packed, 512)
 
 
+def test_a_kernel_of_many_rows_serves_fewer_where_a_vendor_did() -> None:
+    """Without the mode cuBLAS answers such products, so the domain has no kernel for them."""
+    product = replace(LINEAR, m=256, n=6144)
+    config, _ = chosen(product)
+    assert config["tile_m"] * config["tile_n"] >= 128 * 64
+    selection = invariant.select(product, DEFAULT_GPU, portfolio_of(product))
+    assert selection is not None
+    narrow = next(us for us, other in selection.expected if other["tile_n"] <= 32)
+    assert selection.expected[0][0] < invariant.WELL_BELOW * narrow
+
+
 def test_the_class_is_that_of_most_sizes_then_of_the_least_loss() -> None:
     narrow, wide, rare = (ReductionClass(depth) for depth in (8, 16, 32))
     times = [{narrow: 4.0, wide: 9.0, rare: 1.0}, {narrow: 4.0, wide: 1.0}]

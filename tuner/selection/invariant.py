@@ -26,7 +26,7 @@ from tuner.families.target import DTYPES
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, DType, Problem
+from tuner.problem import AttentionProblem, DType, GemmProblem, Problem
 from tuner.selection.candidates import Candidate
 from tuner.selection.choice import page_readings
 from tuner.selection.domains import AnyDomain, AttentionDomain, domain_of
@@ -39,6 +39,8 @@ DECODED = ((1, 1, 8192), (16, 1, 2048), (64, 1, 1024), (16, 4, 2048))
 """Sequences, queries and keys of decoding that attention's class is chosen by."""
 PROMPTS = ((1, 2048), (4, 512), (16, 1024))
 """Sequences and their length, with and without a causal mask."""
+WELL_BELOW = 0.75
+"""Share of another kernel's expected time, below which a model's errors do not matter."""
 Expected = tuple[float, Config, ReductionClass]
 """Expected microseconds, config and class of a kernel."""
 
@@ -140,7 +142,9 @@ def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator
 
     Kernels that were measured for other masks, phases or numbers of rows also take part, if they
     are compiled for this problem's. The problem's domain left them out. So they are taken to be no
-    faster than the fastest of their class there, or without one than the fastest there.
+    faster than the fastest of their class there, or without one than the fastest there. A product
+    may have been left to a vendor there: a kernel of other rows has its own time where it is
+    `WELL_BELOW` that.
     """
     if rule := rule_of(problem):
         selection = rule.select(problem, gpu) if rule.serves(problem, gpu) else None
@@ -172,7 +176,9 @@ def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator
         if is_own:
             fastest[reduction] = min(us, fastest.get(reduction, math.inf))
         elif fastest:
-            us = max(us, fastest.get(reduction, min(fastest.values())))
+            usual = fastest.get(reduction, min(fastest.values()))
+            is_left_out = problem.op == GemmProblem.op and us < usual * WELL_BELOW
+            us = us if is_left_out else max(us, usual)
         yield us, config, reduction
     yield from _further(problem, gpu)
 
