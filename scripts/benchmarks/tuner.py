@@ -74,10 +74,10 @@ def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
 
     def measure(case: Judged, args: Namespace) -> Row:
         assert case.seed is not None
-        args.sweep = f"--effort {effort} {args.sweep}"
+        options = Namespace(**{**vars(args), "sweep": f"--effort {effort} {args.sweep}"})
         sweep = SeededSweep(case.problem, case.seed)
         with search_sweeps.gpu_values(args.device, "memory.used") as used_mib:
-            row = search_sweeps.swept(sweep, args, keeps_kernels=True, replays=True)
+            row = search_sweeps.swept(sweep, options, keeps_kernels=True, replays=True)
         winner = Config.from_json(row["winner"])
         is_own = row["own_over_vendor"] is None or row["own_over_vendor"] >= 1
         judged = tuner_truth.judged(case, winner, _earlier(case, args))
