@@ -85,8 +85,10 @@ SHARPNESS = 6
 
 #: Answers that nvidia-matmul-heuristics 0.1 is asked for: it has 37 at most.
 MAX_SUGGESTIONS = 128
-#: Ratio of its estimates below which they are alike.
-ALIKE = 1.01
+#: Ratio of its estimates below which they are alike. At 46 recorded products the first suggestion
+#: that was recorded took 5.8 % longer than the best, with 1.01 6.7 %, by the lists' own order 6.1 %,
+#: strictly by the estimates 8.4 %.
+ALIKE = 1.05
 Suggestion = tuple[tuple[bool, int, int, int], tuple[int, int]]
 """Orientation and tile, and a cluster."""
 _GPU_NAMES = {
