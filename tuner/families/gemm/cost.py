@@ -85,9 +85,9 @@ SHARPNESS = 6
 
 #: Answers that nvidia-matmul-heuristics 0.1 is asked for: it has 37 at most.
 MAX_SUGGESTIONS = 128
-#: Ratio of its estimates below which they are alike. At 46 recorded products the first suggestion
-#: that was recorded took 5.8 % longer than the best, with 1.01 6.7 %, by the lists' own order 6.1 %,
-#: strictly by the estimates 8.4 %.
+#: Ratio of its estimates below which they are alike. At 46 recorded products the first recorded
+#: suggestion took 5.8 % longer than the best. With 1.01 it was 6.7 %, by the lists' own order
+#: 6.1 %, strictly by the estimates 8.4 %.
 ALIKE = 1.05
 Suggestion = tuple[tuple[bool, int, int, int], tuple[int, int]]
 """Orientation and tile, and a cluster."""
