@@ -11,8 +11,8 @@ import errno
 import hashlib
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from tuner import settings
 
@@ -88,7 +88,7 @@ def make_folder(path: Path) -> None:
     path.mkdir(mode, exist_ok=True)
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BufferedReader:
     """A file to read. Only a regular one, since another user's pipe would never be ready.
 
     Raises:
