@@ -7,7 +7,8 @@ Tokens are greedy and compared with those of the engine's own attention. With ra
 logits lie close together, and two correct kernels part at some token.
 
 - ``vllm``: vLLM's offline engine with its own attention and with the plug-in, in ``tuner few`` for
-  decoding only. The cache's bytes are the same for all.
+  decoding only. In ``vllm mode`` and ``tuner mode`` results do not depend on the batch. The cache's
+  bytes are the same for all.
 - ``batching``: Transformers' continuous batching. FlashAttention and the tuner have CUDA graphs and
   asynchronous steps there, `sdpa` has neither.
 """
@@ -27,7 +28,15 @@ from functools import partial
 
 from benchmarks import engines_servers
 from benchmarks.child import Worker
-from benchmarks.engines_servers import FEW, Batching, Load, Server, Vllm
+from benchmarks.engines_servers import (
+    FEW,
+    TUNER_MODE,
+    VLLM_MODE,
+    Batching,
+    Load,
+    Server,
+    Vllm,
+)
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.rows import TUNER, markdown
 from tuner.cli import Parser
@@ -76,7 +85,8 @@ def measure_vllm(case: Served, args: Namespace) -> Row:
     _check("vllm")
     load = case.load(args, "1,16,128")
     options = args.compile, args.cache
-    ways = [way for way in args.ways or (VLLM, TUNER) if way in (VLLM, TUNER, FEW)]
+    known = VLLM, TUNER, FEW, VLLM_MODE, TUNER_MODE
+    ways = [way for way in args.ways or (VLLM, TUNER) if way in known]
     return in_turns({way: Vllm(way, load, *options) for way in ways}, args.runs)
 
 
@@ -225,7 +235,7 @@ def _said(row: Row) -> Iterator[str]:
 
 def _options(parser: Parser) -> None:
     add = parser.add_argument
-    ways = (VLLM, FEW, *BATCHING)
+    ways = (VLLM, FEW, VLLM_MODE, TUNER_MODE, *BATCHING)
     add("--ways", nargs="+", choices=ways, help="attentions (default: the preset's)")
     add("--requests", metavar="N,N", help="at once (default 1,16,128; batching 32)")
     add("--prompt", type=int, default=1024, help="tokens of a prompt, of batching's longest")

@@ -41,6 +41,8 @@ ENVIRONMENT = {
 }
 FEW, FEW_QUERIES = "tuner few", "16"
 """A way of vLLM whose plug-in answers decoding only, and its ``TUNER_VLLM_QUERIES``."""
+VLLM_MODE, TUNER_MODE = "vllm mode", "tuner mode"
+"""Ways of vLLM in its batch-invariant mode: by its own kernels, or by the plug-in's."""
 PROMPTS, PROMPT = 4, 2048
 """Prompts of the pass that measures them, and their tokens."""
 WARM_TOKENS = 16
@@ -112,7 +114,7 @@ class Vllm:
     """vLLM's offline engine with dummy weights, greedy tokens, and graphs of decoding only.
 
     Args:
-        way: ``vllm`` is its own attention, others the plug-in.
+        way: ``vllm`` and `VLLM_MODE` are its own attention, others the plug-in.
         load: requests.
         is_default: vLLM's own compilation: torch.compile, piecewise graphs.
         cache: elements of its cache.
@@ -132,14 +134,18 @@ class Vllm:
             os.environ.setdefault(name, value)
         if self.way == FEW:
             os.environ["TUNER_VLLM_QUERIES"] = FEW_QUERIES
+        if self.way in (VLLM_MODE, TUNER_MODE):
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         import vllm
 
         from tuner.runtime.engines.vllm import register
 
         options = self.options()
-        if self.way != "vllm":
+        if self.way not in ("vllm", VLLM_MODE):
             register()  # as the entry point does where the package is installed
             options["attention_backend"] = "CUSTOM"
+        if self.way == TUNER_MODE:
+            options["quantization"] = "tuner"
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(
