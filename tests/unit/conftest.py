@@ -141,6 +141,41 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
 
 
 @pytest.fixture
+def undecided(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The problems that the runtime looks up; none of them is decided."""
+    asked: list[Any] = []
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
+    return asked
+
+
+@dataclasses.dataclass
+class NotedKernel:
+    """A loaded kernel that only notes its launches."""
+
+    key: str
+    launched: list[Any]
+
+    def bind(self, integers: Any, scalars: Any) -> Any:
+        return lambda tensors, workspace, stream: self.launched.append((self.key, integers))
+
+    def workspace_bytes(self, integers: Any) -> int:
+        return 0
+
+
+@pytest.fixture
+def noted(
+    on_cpu: SimpleNamespace, undecided: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """Key and integers of each launch: every kernel that is asked for is in the cache."""
+    launched: list[Any] = []
+    cache = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
+    monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: cache)
+    monkeypatch.setattr(on_cpu.plan, "load", lambda found: NotedKernel(found.key, launched))
+    monkeypatch.setattr(on_cpu.plan, "loaded", lambda key: None)
+    return launched
+
+
+@pytest.fixture
 def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A tuned kernel for every attention problem: exact, and counted as a hit.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -57,38 +56,21 @@ def test_what_the_rule_does_not_serve() -> None:
     assert grouped.select(odd, DEFAULT_GPU) is None
 
 
-@dataclasses.dataclass
-class Kernel:
-    """Takes launches down."""
-
-    launched: list[Any]
-    key: str
-
-    def bind(self, integers: Any, scalars: Any) -> Any:
-        return lambda tensors, workspace, stream: self.launched.append((self.key, integers))
-
-    def workspace_bytes(self, integers: Any) -> int:
-        return 0
-
-
 @pytest.fixture
-def serving(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def serving(
+    on_cpu: SimpleNamespace, noted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> SimpleNamespace:
     """A runtime whose kernel lists say `proven` of a kernel by its tile's columns."""
     import torch
 
-    made = SimpleNamespace(runtime=on_cpu, launched=[], proven={}, torch=torch)
+    made = SimpleNamespace(runtime=on_cpu, launched=noted, proven={}, torch=torch)
 
     def proven(specs: Any, capability: str) -> dict[str, str] | str:
         [(name, spec)] = specs.items()
         key = made.proven.get(spec.variables["tile_n"])
         return {name: key} if key else f"a kernel is not proven ({PROVE})"
 
-    artifact = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
     monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", proven)
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: None)
-    monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: artifact)
-    monkeypatch.setattr(on_cpu.plan, "load", lambda found: Kernel(made.launched, found.key))
-    monkeypatch.setattr(on_cpu.plan, "loaded", lambda key: None)
     return made
 
 

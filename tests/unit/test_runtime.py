@@ -6,7 +6,6 @@ import importlib
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,19 +16,17 @@ from runtime_machine import (
     Machine,
     ToyWithBias,
     ToyWithLse,
-    answer,
     fake_machine,
     inputs,
     measured,
     misaligned,
     same,
+    toy_won,
     was_tuned,
 )
 
 from tuner.errors import ConfigError
-from tuner.hardware import Gpu
-from tuner.problem import AttentionProblem, Problem
-from tuner.selection.reader import LookupResult
+from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 TorchDispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -142,26 +139,20 @@ def test_a_measured_kernel_is_launched(machine: Machine) -> None:
 
 def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never the plain one, and the dispatcher, which knows no windows, is not told of it."""
-    known: list[Problem] = []
     told: list[Any] = []
     windowed = AttentionProblem(16, 16, 8, 1, 2, window_left=4, window_right=2, softcap=30.0)
-
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> LookupResult:
-        known.append(problem)
-        return answer(measured(problem=problem))
-
-    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
+    machine.answers = toy_won
     monkeypatch.setattr(machine.runtime.table.dispatch, "put", lambda *call: told.append(call))
     tensors = inputs()
     for _ in range(2):
         assert was_tuned(machine.attention(*tensors, window=(4, 2), softcap=30.0))
         assert was_tuned(machine.attention(*tensors))
-    assert known == [windowed, PROBLEM]
+    assert machine.problems == [windowed, PROBLEM]
     assert len(told) == 1
     assert machine.stats().hits == 4
     # One that hides nothing is plain attention.
     assert was_tuned(machine.attention(*tensors, window=(15, 15)))
-    assert known[2] == PROBLEM
+    assert machine.problems[2] == PROBLEM
 
 
 @pytest.mark.parametrize(
@@ -178,22 +169,16 @@ def test_a_mask_that_is_added_is_a_bias(
     size: tuple[int, ...], bias: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel is given the mask itself, and the dispatcher in C++ is told of it."""
-    known: list[Problem] = []
     told: list[Any] = []
-
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> LookupResult:
-        known.append(problem)
-        return answer(measured(problem=problem))
-
     machine.toy = ToyWithBias()
-    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
+    machine.answers = toy_won
     monkeypatch.setattr(machine.runtime.table.dispatch, "put", lambda *call: told.append(call))
     tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
     mask = torch.randn(size).half()
     # Expanded, it is the same mask.
     for given in (mask, mask.expand(3, 2, 16, 16)):
         assert was_tuned(machine.attention(*tensors, given))
-    assert known == [AttentionProblem.parse(f"B=3,H=2,S=16,D=8,bias={bias}")]
+    assert machine.problems == [AttentionProblem.parse(f"B=3,H=2,S=16,D=8,bias={bias}")]
     assert {arguments[3] is None for _, arguments, *_ in told} == {False}
     assert [call[1][0] for call in machine.launched[1::2]] == [mask.data_ptr()] * 2
     assert machine.stats().hits == 2
@@ -263,23 +248,17 @@ def test_a_mask_grows_with_its_cache_as_the_dispatcher_has_it(
 
 
 def test_a_mask_beside_a_soft_cap_or_a_window_is_an_operand(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine,
 ) -> None:
-    known: list[Problem] = []
-
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> LookupResult:
-        known.append(problem)
-        return answer(measured(problem=problem))
-
     machine.toy = ToyWithBias()
-    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
+    machine.answers = toy_won
     tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
     mask = torch.zeros(3, 1, 1, 16).half()
     for options in ({"softcap": 2.0}, {"window": (3, 5)}, {"window": (3, 0), "softcap": 2.0}):
         assert was_tuned(machine.attention(*tensors, mask, **options))
     shape = "B=3,H=2,S=16,D=8,bias=bk"
     texts = ("softcap=2", "left=3,right=5", "left=3,causal=1,softcap=2")
-    assert known == [AttentionProblem.parse(f"{shape},{text}") for text in texts]
+    assert machine.problems == [AttentionProblem.parse(f"{shape},{text}") for text in texts]
     assert [call[1][0] for call in machine.launched[1::2]] == [mask.data_ptr()] * 3
     out = machine.attention(*tensors, mask, is_causal=True, softcap=2.0)
     assert not was_tuned(out) and machine.stats().fallbacks == {"attn_mask is given": 1}
@@ -356,7 +335,7 @@ def test_disabled(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_DISABLE", "1")
     machine.decide(measured())
     assert same(machine.attention(q, k, v), SDPA(q, k, v))
-    assert machine.lookups == 0
+    assert len(machine.problems) == 0
     assert machine.stats().fallbacks == {"switched off": 1}
     monkeypatch.setenv("TUNER_DISABLE", "0")
     machine.time_passes()

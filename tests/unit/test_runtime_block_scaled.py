@@ -156,17 +156,15 @@ def test_a_kernel_with_other_bits_is_not_served(
 
 
 def test_a_linear_layer_is_pytorch_s_where_no_kernel_serves_it(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, undecided: list[Any]
 ) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     each = WEIGHT_SCALE.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
     wide, bias = (WEIGHT.float() * each).bfloat16(), torch.randn(N).bfloat16()
     out = on_cpu.products.linear(
         ROWS.view(1, M, K), WEIGHT, bias, activation="relu", weight_scale=WEIGHT_SCALE
     )
     assert torch.equal(out, torch.relu(torch.nn.functional.linear(ROWS, wide) + bias)[None])
-    assert asked == [GemmProblem.parse(f"M={M},N={N},K={K},dtype=e4m3,scales=block")]
+    assert undecided == [GemmProblem.parse(f"M={M},N={N},K={K},dtype=e4m3,scales=block")]
     assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.UNSERVED: 1}
 
 
@@ -221,12 +219,10 @@ def experts() -> tuple[Any, ...]:
 
 
 def test_experts_are_multiplied_in_bf16_where_no_kernel_serves_them(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    undecided: list[Any],
 ) -> None:
     import tuner
 
-    asked: list[Any] = []
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     a, b, offsets, scale_a, scale_b = experts()
     out = tuner.grouped_mm(a, b, offsets, scale_a=scale_a, scale_b=scale_b)
     wide_a = a.float() * scale_a.repeat_interleave(128, 1)[:, :K]
@@ -235,7 +231,7 @@ def test_experts_are_multiplied_in_bf16_where_no_kernel_serves_them(
     wanted = torch.stack([wide_b[group] @ row for row, group in zip(wide_a, groups, strict=False)])
     assert out.dtype == torch.bfloat16 and out.shape == (15, N)
     assert (out[:13].float() - wanted).norm() / wanted.norm() < 8e-3
-    assert [problem.label() for problem in asked] == [f"G=4,M=16,N={N},K={K},dtype=e4m3"]
+    assert [problem.label() for problem in undecided] == [f"G=4,M=16,N={N},K={K},dtype=e4m3"]
 
 
 def test_experts_factors_begin_where_tma_reads(on_cpu: SimpleNamespace) -> None:
@@ -280,25 +276,11 @@ def test_a_kernel_is_given_the_factors_of_all_rows_side_by_side(
 
 
 def test_a_proven_kernel_serves_a_linear_layer_that_nobody_tuned(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, noted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: list[Any] = []
-
-    class Kernel:
-        def bind(self, integers: Any, scalars: Any) -> Any:
-            return lambda tensors, workspace, stream: launched.append(integers)
-
-        def workspace_bytes(self, integers: Any) -> int:
-            return 0
-
     proven = {"block_scaled_gemm": "key"}
     monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", lambda specs, capability: proven)
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: None)
-    found = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
-    monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: found)
-    monkeypatch.setattr(on_cpu.plan, "load", lambda artifact: Kernel())
-    monkeypatch.setattr(on_cpu.plan, "loaded", lambda key: None)
     on_cpu.products.linear(ROWS, WEIGHT, weight_scale=WEIGHT_SCALE)
-    assert [integers[:3] for integers in launched] == [(M, N, K)]
+    assert [integers[:3] for _, integers in noted] == [(M, N, K)]
     stats = on_cpu.counters.stats()
     assert (stats.hits, stats.portfolio_hits, stats.fallbacks) == (1, 1, {})

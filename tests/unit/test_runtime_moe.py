@@ -145,7 +145,7 @@ def test_e4m3_weights_are_dequantised_by_pytorch(moe: Any, sizes: tuple[int, ...
 
 
 @pytest.fixture
-def kernel(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kernel(on_cpu: SimpleNamespace, undecided: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The runtime where the kernel of rows is built; `rows.kernel` is what is loaded."""
     from tuner.runtime.call import sourced
     from tuner.runtime.products import expert_rows
@@ -153,7 +153,6 @@ def kernel(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = SimpleNamespace(runtime=on_cpu, kernel=FakeRows())
     monkeypatch.setattr(expert_rows.kernels, "source", SimpleNamespace(find=lambda cache: "there"))
     monkeypatch.setattr(sourced, "load", lambda artifact: made.kernel)
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: None)
     expert_rows.kernels.forget()
     yield made
     expert_rows.kernels.forget()

@@ -30,7 +30,7 @@ from portfolio_machine import (
     portfolio_serving,
     portfolio_stopwatch,
 )
-from runtime_machine import PATTERN, WRITTEN, answer, fake_machine, inputs, measured, same
+from runtime_machine import PATTERN, WRITTEN, answer, fake_machine, inputs, measured, same, toy_won
 
 from tuner import settings
 from tuner.compile import artifacts
@@ -131,7 +131,7 @@ def test_a_kernel_that_does_not_beat_the_vendor_by_the_margin_is_not_launched(
         assert not serving.call() and not serving.call()
     assert serving.fallbacks == ["the portfolio chose PyTorch's"]
     assert "expected 20.0 us, flash2 20.0" in caplog.text
-    assert serving.vendors == [] and serving.machine.lookups == 1
+    assert serving.vendors == [] and len(serving.machine.problems) == 1
 
 
 def test_a_vendor_s_kernel_that_pytorch_would_not_take_is_called(serving: Serving) -> None:
@@ -143,18 +143,16 @@ def test_a_vendor_s_kernel_that_pytorch_would_not_take_is_called(serving: Servin
     assert (stats.hits, stats.portfolio_hits, stats.fallbacks) == (1, 1, {})
 
 
-def test_an_own_decision_comes_first(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    decided = answer(measured().but(problem=PROBLEM))
-    monkeypatch.setattr(serving.runtime.answers, "lookup", lambda problem, **_: decided)
+def test_an_own_decision_comes_first(serving: Serving) -> None:
+    serving.machine.answers = toy_won
     assert serving.call() and serving.launched == []
     assert serving.machine.loads == 2 and serving.machine.stats().portfolio_hits == 0
 
 
 def test_a_decision_whose_kernels_are_not_here_leaves_it_to_the_portfolio(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    serving: Serving,
 ) -> None:
-    decided = answer(measured().but(problem=PROBLEM))
-    monkeypatch.setattr(serving.runtime.answers, "lookup", lambda problem, **_: decided)
+    serving.machine.answers = toy_won
     serving.machine.present.discard("key-second")
     assert serving.call() and serving.launched == ["key-wide"]
     serving.proven = {}
@@ -162,12 +160,12 @@ def test_a_decision_whose_kernels_are_not_here_leaves_it_to_the_portfolio(
 
 
 def test_the_portfolio_s_kernel_comes_before_the_vendor_s_that_the_decided_one_beat(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    serving: Serving,
 ) -> None:
     """A machine with prebuilt kernels only has none of a shipped decision's own."""
     own = measured().but(problem=PROBLEM)
-    decided = answer(own, own.but(config=CUDNN, artifacts={}, latency_us=14.0))
-    monkeypatch.setattr(serving.runtime.answers, "lookup", lambda problem, **_: decided)
+    found = answer(own, own.but(config=CUDNN, artifacts={}, latency_us=14.0))
+    serving.machine.answers = lambda problem: found
     serving.machine.present.discard("key-second")
     assert serving.call() and serving.launched == ["key-wide"]
     serving.runtime.table.table.forget()
@@ -480,7 +478,7 @@ class TestProducts:
         self.chosen(serving, 19.9)
         assert not linear(33) and not linear(33) and serving.launched == []
         assert serving.fallbacks == ["the portfolio chose PyTorch's"]
-        assert serving.machine.lookups == 1, "what stays so is not asked for again"
+        assert len(serving.machine.problems) == 1, "what stays so is not asked for again"
 
     def test_rows_that_no_domain_holds_are_pytorch_s(
         self, serving: Serving, linear: Callable[..., bool]

@@ -89,11 +89,9 @@ def test_what_is_not_covered_is_pytorch_s(on_cpu: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
 def test_a_bias_and_an_activation_are_part_of_the_problem(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, activation: str | None
+    on_cpu: SimpleNamespace, undecided: list[Problem], activation: str | None
 ) -> None:
     weight, bias = B.t().contiguous(), torch.randn(16).half()
-    asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     linear = on_cpu.products.linear
     for given in (None, bias):
         wanted = torch.nn.functional.linear(A, weight, given)
@@ -107,7 +105,7 @@ def test_a_bias_and_an_activation_are_part_of_the_problem(
         assert torch.equal(linear(A, weight, given, activation=activation), wanted)
     plain = GemmProblem(m=8, n=16, k=32)
     biased = "bias" if activation is None else f"bias_{activation}"
-    assert asked == [replace(plain, epilogue=e) for e in (activation or "", biased)]
+    assert undecided == [replace(plain, epilogue=e) for e in (activation or "", biased)]
 
 
 @pytest.mark.parametrize(
@@ -265,15 +263,13 @@ def test_a_layer_under_transforms_autocast_and_checkpoints(measured: SimpleNames
 
 
 def test_gradients_that_nothing_serves_are_pytorch_s(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, undecided: list[Problem]
 ) -> None:
     """All three problems are looked up, and no memory is allocated."""
-    asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     inputs = layer()
     out = on_cpu.products.linear(*inputs)
     assert type(out.grad_fn).__name__ == "AddmmBackward0"
-    assert asked == [replace(OUTPUT, epilogue="bias"), OF_INPUT, OF_WEIGHT]
+    assert undecided == [replace(OUTPUT, epilogue="bias"), OF_INPUT, OF_WEIGHT]
     assert on_cpu.counters.stats().fallbacks == {"no measured winner": 1}
 
 
@@ -402,10 +398,8 @@ def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -
 
 
 def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, undecided: list[Problem]
 ) -> None:
-    asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     gate, up = torch.randn(64, 32).half(), torch.randn(64, 32).half()
     weights = on_cpu.gated.interleave(gate, up)
     linear = torch.nn.functional.linear
@@ -413,7 +407,7 @@ def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
         wanted = torch.nn.functional.silu(linear(a, gate)) * linear(a, up)
         got = on_cpu.gated.swiglu(a, weights)
         assert got.shape == wanted.shape and torch.equal(got, wanted)
-    assert asked == [SwigluProblem(8, 64, 32)] * 2
+    assert undecided == [SwigluProblem(8, 64, 32)] * 2
     a = A.clone().requires_grad_()
     on_cpu.gated.swiglu(a, weights).sum().backward()
     assert a.grad is not None and a.grad.any()

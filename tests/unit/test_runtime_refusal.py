@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +23,7 @@ from runtime_server import (
 from sdpa_backends import CUDNN, EFFICIENT, FLASH, sdpa_backends
 
 import tuner
-from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.selection.reader import LookupResult
+from tuner.problem import AttentionProblem, GemmProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -199,10 +197,10 @@ def test_pytorch_s_own_kernel_stays_the_fastest(
     machine.attention(q, q, q)
     now += 3600.0
     machine.attention(q, q, q)
-    assert machine.lookups == 1
+    assert len(machine.problems) == 1
     machine.decide(tuned_measurement())
     machine.attention(q, q, q)
-    assert machine.lookups == 2
+    assert len(machine.problems) == 2
 
 
 def test_reasons_that_pass_are_not_remembered(
@@ -340,16 +338,13 @@ def test_a_generation_s_lengths_are_not_looked_up_one_by_one(
         given = keys[:, :, :length].contiguous()
         machine.attention(query, given, given)
     answers = machine.runtime.answers
-    assert machine.lookups <= 2 + 320 // answers.GROWS_BY
+    assert len(machine.problems) <= 2 + 320 // answers.GROWS_BY
     assert machine.stats().fallbacks == {"no measured winner": 320}
     # What is decided for one of them is found ...
     machine.decide()
     decided = AttentionProblem(1, 40, 8, 1, 2)
-
-    def lookup(problem: Problem, *, path: Path | None, **_: Any) -> LookupResult | None:
-        return answer(tuned_measurement(problem=problem)) if problem == decided else None
-
-    monkeypatch.setattr(answers, "lookup", lookup)
+    only = answer(tuned_measurement(problem=decided))
+    machine.answers = lambda problem: only if problem == decided else None
     monkeypatch.setattr(answers, "is_decided", lambda problem, path: problem == decided)
     for length in (39, 40, 41):
         given = keys[:, :, :length].contiguous()

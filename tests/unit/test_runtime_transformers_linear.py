@@ -30,17 +30,15 @@ def layer(**options: Any) -> Any:
 
 
 def test_a_layer_calls_the_tuner_and_comes_back(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, undecided: list[Any]
 ) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     model = torch.nn.Sequential(layer(), torch.nn.Linear(N, 8))
     tuned = tuner.tune_linear_(model)
     assert (tuned.replaced, dict(tuned.left)) == (("0", "1"), {})
     rows = torch.randn(5, K).bfloat16()
     with torch.no_grad():
         out = model[0](rows)
-    assert asked == [GemmProblem.parse(f"M=5,N={N},K={K},dtype=e4m3,scales=block")]
+    assert undecided == [GemmProblem.parse(f"M=5,N={N},K={K},dtype=e4m3,scales=block")]
     scale = model[0].weight_scale_inv.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)
     wide = (model[0].weight.float() * scale[:, :K]).bfloat16()
     assert torch.equal(out, torch.nn.functional.linear(rows, wide) + model[0].bias)
