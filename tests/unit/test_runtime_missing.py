@@ -119,6 +119,7 @@ def test_a_kernel_that_is_built_later_is_taken_up_where_bits_may_change(
     serving.proven = {"128": "key-wide"}
     now = clock() + 2 * serving.runtime.answers.RETRY_EVERY_S
     monkeypatch.setattr(serving.runtime.answers.time, "monotonic", lambda: now)
+    serving.machine.time_passes()
     assert serving.call() is not is_repeatable
 
 
