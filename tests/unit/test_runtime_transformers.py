@@ -47,6 +47,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6},
     ),
     "BertForMaskedLM": ("BertConfig", SMALL),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config",
+        {
+            **{**SMALL, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 64},
+            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+            **{"first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 4},
+            **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        },
+    ),
 }
 CAUSAL = [name for name in ARCHITECTURES if name != "BertForMaskedLM"]
 
@@ -106,7 +115,10 @@ def test_generation_where_pytorch_answers(name: str, cache: str) -> None:
         assert torch.equal(found, reference.generate(ids, **options))
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM"])
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM", "DeepseekV3ForCausalLM"],
+)
 @torch.no_grad()
 def test_a_tuned_kernel_answers_every_layer(tuned: SimpleNamespace, name: str) -> None:
     model, reference = pair(name, torch.bfloat16)
@@ -115,6 +127,8 @@ def test_a_tuned_kernel_answers_every_layer(tuned: SimpleNamespace, name: str) -
     assert close(model(ids, **options).logits, reference(ids, **options).logits)
     assert [p.label() for p in tuned.problems] == [tuned.problems[0].label()] * 2
     assert tuned.problems[0].is_causal is (name != "BertForMaskedLM")
+    widths = tuned.problems[0].head_dim, tuned.problems[0].value_width
+    assert (widths == (192, 128)) is (name == "DeepseekV3ForCausalLM")
     found = model(ids, attention_mask=mask, **options).logits
     wanted = reference(ids, attention_mask=mask, **options).logits
     assert found.isfinite().all() and close(found[mask > 0], wanted[mask > 0])
