@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import rows
 from benchmarks.call_times import CONTROL
 from benchmarks.harness import Row
-from benchmarks.tuner_truth import is_truth, own_name
+from benchmarks.tuner_truth import ENABLED, is_truth, own_name
 from tuner.config import Config
 
 TIE = 0.01
@@ -46,7 +46,7 @@ def regret(row: Row, counts: Callable[[str], bool] = is_truth) -> float | None:
 
 def over_everything(row: Row) -> float | None:
     """The regret where peers count also, which the tuner answers with only where it is told to."""
-    return regret(row, lambda name: name != CONTROL)
+    return regret(row, lambda name: name not in (CONTROL, ENABLED))
 
 
 def transfers(row: Row) -> list[float]:

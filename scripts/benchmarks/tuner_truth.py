@@ -42,6 +42,8 @@ FIRST_US, FINAL_US = 3e4, 3e5
 """Microseconds of all rounds of a pass, if these are more than the fewest."""
 RANKED = 3
 """Own kernels of a selection that are compiled for a run."""
+ENABLED = f"{rows.TUNER} enabled"
+"""PyTorch's operator under `tuner.enable`: the tuner's answer once more."""
 Operands = Callable[[int], Sequence[Any]]
 """Operands of the copies of a call, in the problem's order."""
 
@@ -223,7 +225,7 @@ def _own_times(row: Row, by_name: Mapping[str, Config]) -> dict[str, float]:
 
 def is_truth(name: str) -> bool:
     """True for contenders that the tuner may answer with: own kernels and PyTorch's."""
-    return name == rows.PYTORCH or (name.split()[0] == rows.TUNER and name != "tuner enabled")
+    return name == rows.PYTORCH or (name.split()[0] == rows.TUNER and name != ENABLED)
 
 
 def _sha256(problem: Problem, config: Config) -> dict[str, str]:
