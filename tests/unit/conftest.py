@@ -148,6 +148,28 @@ def undecided(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[
     return asked
 
 
+@pytest.fixture
+def zeros(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A kernel for every problem, whose outputs are zeros, or what `compute` gives; calls of the
+    dispatcher, what was posed and the inputs are noted.
+    """
+    made = SimpleNamespace(dispatched=[], posed=[], inputs=[], compute=None)
+
+    def find_out(kind: Any, dispatched: Any, pose: Any, device: int, _: Any = None) -> Any:
+        posed = pose()
+        made.dispatched.append(dispatched)
+
+        def run(*tensors: Any) -> Any:
+            made.posed.append(posed)
+            made.inputs.append(tensors)
+            return (made.compute or (lambda *_: tensors[0].new_zeros(posed.shape)))(*tensors)
+
+        return on_cpu.plan.VendorPlan(posed.problem, Config("zeros", {}), -1, run)
+
+    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
+    return made
+
+
 @dataclasses.dataclass
 class NotedKernel:
     """A loaded kernel that only notes its launches."""
@@ -252,12 +274,13 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         except ConfigError as exc:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
         is_backward = posed.problem.op == "attention_backward"
-        if is_backward and not made.differentiates:
+        if not made.serves or (is_backward and not made.differentiates):
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.MISS, posed.problem.label())
         kind_of = ExactGradients if is_backward else Exact
         return kind_of(posed.problem, Config("exact", {}), device, posed.scale)
 
-    made = SimpleNamespace(**vars(on_cpu), writes_lse=True, differentiates=False, problems=[])
+    made = SimpleNamespace(**vars(on_cpu), serves=True, writes_lse=True, differentiates=False)
+    made.problems = []
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
     monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
     return made

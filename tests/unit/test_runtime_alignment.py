@@ -69,15 +69,12 @@ TOP_LEFT: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("way", TOP_LEFT)
 def test_top_left(
     tuned: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
     way: str,
     lengths: tuple[int, int],
     heads_kv: int,
     is_tuned: bool,
 ) -> None:
-    if not is_tuned:
-        refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
-        monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
+    tuned.serves = is_tuned
     q, k, v = tensors(*lengths, heads_kv)
     assert close(TOP_LEFT[way](q, k, v), exact(q, k, v))
 
@@ -220,9 +217,8 @@ def test_nested_tensors_are_pytorch_s(tuned: SimpleNamespace) -> None:
     assert tuned.counters.stats().fallbacks == {"an input is not a plain tensor": 1}
 
 
-def test_e4m3_is_top_left(tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
-    monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
+def test_e4m3_is_top_left(tuned: SimpleNamespace) -> None:
+    tuned.serves = False
     q, k, v = (t.to(torch.float8_e4m3fn) for t in tensors(5, 12, heads_kv=4))
     ones = torch.ones(2, 4)
     out = tuner.attention(q, k, v, is_causal=True, descale_q=ones, descale_k=ones, descale_v=ones)

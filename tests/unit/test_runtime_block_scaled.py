@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.problem import GemmProblem
 
@@ -169,17 +168,14 @@ def test_a_linear_layer_is_pytorch_s_where_no_kernel_serves_it(
 
 
 def test_a_tuned_linear_layer_multiplies_quantised_rows(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, zeros: SimpleNamespace
 ) -> None:
-    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        def run(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
-            of_rows = scale_a.repeat_interleave(128, 1)[:, :K]
-            of_blocks = scale_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
-            return ((a.float() * of_rows) @ (b.float() * of_blocks)).bfloat16()
+    def multiply(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
+        of_rows = scale_a.repeat_interleave(128, 1)[:, :K]
+        of_blocks = scale_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
+        return ((a.float() * of_rows) @ (b.float() * of_blocks)).bfloat16()
 
-        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, run)
-
-    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    zeros.compute = multiply
     linear = on_cpu.products.linear
     out = linear(ROWS.view(1, M, K), WEIGHT, weight_scale=WEIGHT_SCALE)
     each = WEIGHT_SCALE.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
@@ -246,22 +242,14 @@ def test_experts_factors_begin_where_tma_reads(on_cpu: SimpleNamespace) -> None:
 
 
 def test_a_kernel_is_given_the_factors_of_all_rows_side_by_side(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    zeros: SimpleNamespace,
 ) -> None:
     import tuner
 
-    seen: list[Any] = []
-
-    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        def run(*tensors: Any) -> Any:
-            seen.extend(tensors)
-            return torch.zeros(15, N)
-
-        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, run)
-
-    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    zeros.compute = lambda *_: torch.zeros(15, N)
     a, b, offsets, scale_a, scale_b = experts()
     assert not tuner.grouped_mm(a, b, offsets, scale_a=scale_a, scale_b=scale_b).any()
+    [seen] = zeros.inputs
     assert [seen[0] is a, seen[1] is b, seen[2] is offsets, seen[4] is scale_b] == [True] * 4
     assert torch.equal(seen[3], scale_a) and seen[3].stride() == (1, 16)
     for given, reason in (

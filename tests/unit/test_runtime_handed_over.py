@@ -205,8 +205,7 @@ def test_every_entry_answers(
     seen = watched(monkeypatch)
     if entry != "under a block mask":  # whose operands the fixture's kernel does not know
         assert close(ENTRIES[entry](*given), exact(q, k, v))
-    refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
-    monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
+    tuned.serves = False
     tuned.table.table.forget()
     assert close(ENTRIES[entry](*given), exact(q, k, v))
     assert all(map(is_aligned, seen))
@@ -228,8 +227,7 @@ def test_packed_sequences_are_copied(tuned: SimpleNamespace, monkeypatch: Any) -
     q, k, v = (shifted(torch.randn(10, 2, 8).half()) for _ in range(3))
     starts = torch.tensor([0, 4, 10], dtype=torch.int32)
     seen = watched(monkeypatch)
-    refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
-    monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
+    tuned.serves = False
     out = tuner.attention_varlen(q, k, v, starts, starts, 6, 6)
     for first, last in ((0, 4), (4, 10)):
         part = [t[first:last].transpose(0, 1)[None] for t in (q, k, v)]
@@ -241,19 +239,15 @@ def test_drawn_views(tuned: SimpleNamespace, monkeypatch: Any, long_mode: bool) 
     """Sizes, views and masks of a few hundred calls, of thousands in the long mode."""
     draw = random.Random(7)
     seen = watched(monkeypatch)
-    refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
     for index in range(5000 if long_mode else 150):
         q, k, v = tensors(draw.randint(1, 20), draw.randint(1, 20), draw.choice([1, 2, 4]), 8)
         mask = torch.randn(draw.choice([1, 2]), draw.choice([1, 4]), q.shape[2], k.shape[2])
         mask = draw.choice([None, mask.half(), mask > 0, (mask > 9).expand(2, 4, -1, -1)])
         views: Any = [drawn_view(draw, t) for t in (q, k, v)]
         shown = None if mask is None or mask.dtype == torch.bool else drawn_view(draw, mask)
-        if index % 2:
-            monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
+        tuned.serves = index % 2 == 0
         out = tuner.attention(*views, mask if shown is None else shown, enable_gqa=True)
         assert close(out, exact(q, k, v, mask)), (index, q.shape, k.shape)
-        monkeypatch.undo()
-        seen += watched(monkeypatch)
         tuned.table.table.forget()
     assert all(map(is_aligned, seen))
 
@@ -287,8 +281,7 @@ def test_rows_without_a_key_are_zeros_whoever_answers(
     wanted = exact(q, k, v, MASKS[name])
     if not requires_grad:
         assert close(tuner.attention(q, k, v, MASKS[name]), wanted)
-    refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
-    monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
+    tuned.serves = False
     monkeypatch.setattr(native, "scaled_dot_product_attention", as_cudnn)
     tuned.table.table.forget()
     out = tuner.attention(q, k, v, MASKS[name])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 import tuner
-from tuner.config import Config
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.problem import GemmProblem, Problem
 from tuner.tuning.job import read_problems
@@ -56,22 +54,9 @@ def problem(m: int, n: int, k: int, epilogue: str = "") -> GemmProblem:
 UP, DOWN, HEAD = problem(8, 64, 32, "bias"), problem(8, 32, 64), problem(8, 48, 32)
 
 
-@pytest.fixture
-def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
-    """The problems that tuned kernels served: every one, with zeros."""
-    asked: list[Problem] = []
-
-    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        posed = pose()
-
-        def run(*tensors: Any) -> Any:
-            asked.append(posed.problem)
-            return tensors[0].new_zeros(posed.shape)
-
-        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, run)
-
-    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
-    yield asked
+def problems(zeros: SimpleNamespace) -> list[Problem]:
+    """Those that tuned kernels served."""
+    return [posed.problem for posed in zeros.posed]
 
 
 def state(model: Any) -> dict[str, Any]:
@@ -92,7 +77,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return next(plain) == next(plain) and all(torch.equal(*pair) for pair in values)
 
 
-def test_layers_call_the_tuner_and_come_back_bit_by_bit(served: list[Problem]) -> None:
+def test_layers_call_the_tuner_and_come_back_bit_by_bit(zeros: SimpleNamespace) -> None:
     model = block()
     model.up.register_forward_hook(lambda *_: None)
     before, plain = state(model), model(X)
@@ -102,20 +87,20 @@ def test_layers_call_the_tuner_and_come_back_bit_by_bit(served: list[Problem]) -
     after = state(model)
     assert (after["keys"], after["parameters"]) == (before["keys"], before["parameters"])
     with torch.no_grad():
-        assert not model(X).any() and served == [UP, DOWN, HEAD]
+        assert not model(X).any() and problems(zeros) == [UP, DOWN, HEAD]
         assert tuner.tune_linear_(model).replaced == (), "a second call finds nothing to do"
         assert tuner.restore_linear_(model) == done.replaced
-        assert torch.equal(model(X), plain) and len(served) == 3
+        assert torch.equal(model(X), plain) and len(zeros.posed) == 3
     assert same(state(model), before)
     assert tuner.restore_linear_(model) == ()
 
 
-def test_a_layer_by_itself(served: list[Problem]) -> None:
+def test_a_layer_by_itself(zeros: SimpleNamespace) -> None:
     model = nn.Linear(32, 64).half()
     assert tuner.tune_linear_(model).replaced == ("",)
     with torch.no_grad():
         model(X)
-    assert served == [UP] and isinstance(model, nn.Linear)
+    assert problems(zeros) == [UP] and isinstance(model, nn.Linear)
     assert tuner.restore_linear_(model) == ("",) and type(model) is nn.Linear
 
 
@@ -131,19 +116,19 @@ def test_what_no_kernel_serves_is_pytorch_s(on_cpu: SimpleNamespace) -> None:
     assert x.grad is not None and model.up.weight.grad is not None
 
 
-def test_autocast_is_pytorch_s(served: list[Problem]) -> None:
+def test_autocast_is_pytorch_s(zeros: SimpleNamespace) -> None:
     model, x = nn.Linear(32, 64).half(), X[0]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         plain = model(x)
         done = tuner.tune_linear_(model, [x])
         out = model(x)
-    assert torch.equal(out, plain) and out.dtype == torch.bfloat16 and served == []
+    assert torch.equal(out, plain) and out.dtype == torch.bfloat16 and zeros.posed == []
     assert not done.calls.problems
     assert done.calls.others == {"autocast wants another type than the tensors'": 1}
 
 
 def test_the_problems_that_layers_really_run_are_written_for_a_sweep(
-    served: list[Problem], tmp_path: Path
+    zeros: SimpleNamespace, tmp_path: Path
 ) -> None:
     model, file = block(), tmp_path / "problems.json"
     before = state(model)
@@ -152,11 +137,11 @@ def test_the_problems_that_layers_really_run_are_written_for_a_sweep(
     small = [problem(4, 64, 32, "bias"), problem(4, 32, 64), problem(4, 48, 32)]
     assert done.calls.problems == {UP: 2, DOWN: 2, HEAD: 2, **dict.fromkeys(small, 1)}
     assert read_problems(file) == list(done.calls.problems)
-    assert served == [], "examples run before layers are replaced"
+    assert zeros.posed == [], "examples run before layers are replaced"
     with torch.no_grad():
         for x in (X, X[:1]):
             model(x)
-    assert served == list(done.calls.problems), "what is written down is what is asked for"
+    assert problems(zeros) == list(done.calls.problems), "what is written down is what is asked for"
     tuner.restore_linear_(model)
     assert same(state(model), before), "flags, hooks and running statistics"
 
@@ -305,10 +290,10 @@ def test_what_was_compiled_follows(on_cpu: SimpleNamespace) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-def test_what_is_traced_holds_no_kernel_s_output(served: list[Problem]) -> None:
+def test_what_is_traced_holds_no_kernel_s_output(zeros: SimpleNamespace) -> None:
     model = nn.Linear(32, 64).half()
     tuner.tune_linear_(model)
     with torch.no_grad():
         traced = torch.jit.trace(model, X, check_trace=False)
         tuner.restore_linear_(model)
-        assert torch.equal(traced(X + 1), model(X + 1)) and served == []
+        assert torch.equal(traced(X + 1), model(X + 1)) and zeros.posed == []

@@ -436,21 +436,9 @@ def test_weights_that_are_not_pairs_are_named(runtime: SimpleNamespace, rows: in
 
 
 def test_a_tuned_swiglu_is_run_with_both_tensors(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, zeros: SimpleNamespace
 ) -> None:
-    seen: list[Any] = []
-
-    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        posed = pose()
-        assert told is None and posed.shape == (8, 64)
-
-        def run(*tensors: Any) -> Any:
-            seen.append(tensors)
-            return tensors[0].new_zeros(posed.shape)
-
-        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, run)
-
-    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     weights = torch.randn(128, 32).half()
     assert not on_cpu.gated.swiglu(A, weights).any()
-    assert [t is wanted for t, wanted in zip(seen[0], (A, weights), strict=True)] == [True, True]
+    assert zeros.dispatched == [None] and zeros.posed[0].shape == (8, 64)
+    assert all(t is wanted for t, wanted in zip(zeros.inputs[0], (A, weights), strict=True))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.fused_attention import FusedAttention
 from tuner.hardware import DEFAULT_GPU
@@ -64,30 +62,17 @@ def test_an_error_without_factors_says_what_is_wanted(runtime: SimpleNamespace) 
 
 
 def test_a_kernel_is_given_tensors_and_factors(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, zeros: SimpleNamespace
 ) -> None:
-    @dataclasses.dataclass(frozen=True, eq=False)
-    class Recorded(on_cpu.plan.Plan):  # type: ignore[name-defined,misc]
-        def _enqueue(self, inputs: Any, lse: Any) -> Any:
-            seen.append(inputs)
-            return torch.zeros(self.problem.output.shape, dtype=torch.bfloat16)
-
-    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        assert told is None, "the dispatcher in C++ knows no factors"
-        posed.append(pose().problem)
-        return Recorded(posed[-1], Config("recorded", {}), -1)
-
-    seen: list[Any] = []
-    posed: list[AttentionProblem] = []
-    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
-    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
     tensors, factors = quantised(2)
+    zeros.compute = lambda *_: torch.zeros(2, 4, 8, 16, dtype=torch.bfloat16)
     out = on_cpu.attention.attention(*tensors, is_causal=True, enable_gqa=True, **factors)
     assert (out.shape, out.dtype) == ((2, 4, 8, 16), torch.bfloat16)
     wanted = AttentionProblem.parse("B=2,H=4,HKV=2,S=8,D=16,causal=1,dtype=e4m3")
-    assert posed == [wanted]
-    assert len(seen[0]) == len(wanted.operands) - 1
-    for given, operand in zip(seen[0], wanted.operands, strict=False):
+    assert [posed.problem for posed in zeros.posed] == [wanted]
+    assert zeros.dispatched == [None], "the dispatcher in C++ knows no factors"
+    assert len(zeros.inputs[0]) == len(wanted.operands) - 1
+    for given, operand in zip(zeros.inputs[0], wanted.operands, strict=False):
         assert (tuple(given.shape), given.stride()) == (operand.shape, operand.strides)
         assert str(given.dtype) == f"torch.{operand.dtype}"
 

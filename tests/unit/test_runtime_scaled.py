@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.problem import GemmProblem, Problem
 
@@ -153,25 +152,14 @@ def test_what_no_kernel_serves_is_pytorch_s_scaled_product(
 
 
 def test_a_tuned_scaled_product_is_run_with_its_factors(
-    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    on_cpu: SimpleNamespace, zeros: SimpleNamespace
 ) -> None:
-    seen: list[Any] = []
-
-    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        posed = pose()
-        assert (told, posed.scale, posed.shape) == (None, 1.0, (8, 16))
-
-        def run(*tensors: Any) -> Any:
-            seen.append(tensors)
-            return torch.zeros(posed.shape)
-
-        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, run)
-
-    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    zeros.compute = lambda *_: torch.zeros(8, 16)
     given = (E4M3_A, E4M3_B, ROWS, COLUMNS)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     assert not on_cpu.scaled.scaled_mm(*given, **options).any()
-    assert all(t is wanted for t, wanted in zip(seen[0], given, strict=True))
+    assert all(t is wanted for t, wanted in zip(zeros.inputs[0], given, strict=True))
+    assert (zeros.dispatched, zeros.posed[0].scale, zeros.posed[0].shape) == ([None], 1.0, (8, 16))
     misaligned = torch.rand(9, 1)[1:]
     assert on_cpu.scaled.scaled_mm(E4M3_A, E4M3_B, misaligned, COLUMNS, **options).any()
-    assert len(seen) == 1, "PyTorch answers where a factor is not aligned"
+    assert len(zeros.inputs) == 1, "PyTorch answers where a factor is not aligned"
