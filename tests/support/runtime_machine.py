@@ -219,6 +219,15 @@ def toy_won(problem: Problem) -> LookupResult:
     return answer(measured(problem=problem))
 
 
+def decide(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, *ranking: Measurement) -> None:
+    """Have the store decide a ranking's problem, and no other."""
+
+    def lookup(problem: Problem, **_: Any) -> LookupResult | None:
+        return answer(*ranking) if problem == ranking[0].problem else None
+
+    monkeypatch.setattr(on_cpu.answers, "lookup", lookup)
+
+
 def answer(*ranking: Measurement) -> LookupResult:
     return LookupResult(entry=Entry.of(ranking), exact=True, notes=())
 

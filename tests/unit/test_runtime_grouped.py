@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from noted_kernels import find_kernels
+from runtime_machine import decide, measured
 
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.grouped_gemm import GroupedGemm
-from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import GroupedGemmProblem, Problem
-from tuner.selection.reader import Entry, LookupResult
+from tuner.measurement import Regime
+from tuner.problem import GroupedGemmProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 ROWS = (5, 0, 1, 0, 3)
@@ -139,21 +138,9 @@ def test_where_pytorch_won_its_own_call_answers(
 ) -> None:
     """A vendor's loop is timed with offsets that it read before; nobody may capture that."""
     problem = GroupedGemmProblem(5, 16, 16, 32)
-    winner = Measurement(
-        problem=problem,
-        config=Config("vendor_grouped_gemm", {"kernel": "mm"}),
-        gpu=DEFAULT_GPU,
-        regime=Regime.default(problem.op),
-        status=Status.OK,
-        latency_us=1.0,
-        is_final=True,
-    )
-
-    def lookup(asked: Problem, **_: Any) -> LookupResult:
-        assert asked == problem
-        return LookupResult(Entry.of([winner]), exact=True)
-
-    monkeypatch.setattr(on_cpu.answers, "lookup", lookup)
+    config, regime = Config("vendor_grouped_gemm", {"kernel": "mm"}), Regime.default(problem.op)
+    won = measured("vendor_grouped_gemm", problem=problem, config=config, regime=regime)
+    decide(on_cpu, monkeypatch, won)
     a, b, offsets = inputs()
     torch.testing.assert_close(grouped_mm(a, b, offsets), expected(a, b), atol=1e-2, rtol=1e-2)
     assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}

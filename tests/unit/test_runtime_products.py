@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runtime_machine import decide
+from runtime_machine import measured as decision
 
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime, Status
+from tuner.measurement import Measurement, Regime
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 from tuner.selection.reader import Entry, LookupResult
 
@@ -277,43 +278,15 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = GemmProblem(m=8, n=16, k=32, layout_b="row")
-
-    def made(family: str, latency_us: float) -> Measurement:
-        return Measurement(
-            problem=problem,
-            config=Config(family, {"kernel": "cublas"}),
-            gpu=DEFAULT_GPU,
-            regime=Regime.default("gemm"),
-            status=Status.OK,
-            latency_us=latency_us,
-            is_final=True,
-        )
-
-    def lookup(asked: Problem, *, path: Any, **_: Any) -> LookupResult:
-        assert asked == problem
-        return LookupResult(Entry.of([made("vendor_blas", 1.0), made("gemm", 2.0)]), exact=True)
-
-    monkeypatch.setattr(on_cpu.answers, "lookup", lookup)
+    ranking = won(problem, "vendor_blas", "cublas", 1.0), won(problem, "gemm", "cublas", 2.0)
+    decide(on_cpu, monkeypatch, *ranking)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
     assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}
 
 
-def asked(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, *ranking: Measurement) -> None:
-    """Have the store answer with a ranking."""
-    answer = LookupResult(Entry.of(ranking), exact=True)
-    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: answer)
-
-
 def won(problem: Problem, family: str, kernel: str, us: float, **params: int) -> Measurement:
-    return Measurement(
-        problem=problem,
-        config=Config(family, {"kernel": kernel, **params}),
-        gpu=DEFAULT_GPU,
-        regime=Regime.default("gemm"),
-        status=Status.OK,
-        latency_us=us,
-        is_final=True,
-    )
+    config, regime = Config(family, {"kernel": kernel, **params}), Regime.default("gemm")
+    return decision(family, problem=problem, config=config, regime=regime, latency_us=us)
 
 
 @pytest.fixture
@@ -340,7 +313,7 @@ def test_an_algorithm_of_cublaslt_that_won_is_served(
 ) -> None:
     x, weight, bias = A.view(2, 4, 32), B.t().contiguous(), torch.randn(16).half()
     problem = GemmProblem(m=8, n=16, k=32, epilogue="bias_relu")
-    asked(on_cpu, monkeypatch, algorithm(problem), won(problem, "vendor_blas", "cublas", 2.0))
+    decide(on_cpu, monkeypatch, algorithm(problem), won(problem, "vendor_blas", "cublas", 2.0))
     wanted = torch.nn.functional.linear(x, weight, bias).relu()
     for _ in range(2):
         served = on_cpu.products.linear(x, weight, bias, activation="relu")
@@ -353,7 +326,7 @@ def test_an_algorithm_of_cublaslt_takes_no_strides(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lt_library: Any
 ) -> None:
     x, weight = torch.randn(8, 96).half()[:, :32], B.t().contiguous()
-    asked(on_cpu, monkeypatch, algorithm(GemmProblem(m=8, n=16, k=32)))
+    decide(on_cpu, monkeypatch, algorithm(GemmProblem(m=8, n=16, k=32)))
     assert torch.equal(on_cpu.products.linear(x, weight), torch.nn.functional.linear(x, weight))
     assert lt_library.launched == []
     assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.UNAVAILABLE: 1}
@@ -365,7 +338,7 @@ def test_an_algorithm_of_another_version_is_not_served(
     problem = GemmProblem(m=8, n=16, k=32)
     first = algorithm(problem)
     lt_library.version += 1
-    asked(on_cpu, monkeypatch, first, won(problem, "vendor_blas", "cublas", 2.0))
+    decide(on_cpu, monkeypatch, first, won(problem, "vendor_blas", "cublas", 2.0))
     weight = B.t().contiguous()
     assert torch.equal(on_cpu.products.linear(A, weight), torch.nn.functional.linear(A, weight))
     assert lt_library.launched == []
