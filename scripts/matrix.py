@@ -67,7 +67,7 @@ def rows() -> list[Row]:
         "transformers": (("5.17.0", "5.20.2", "5.22.2", "5.23.0", "5.24.0"), _ENGINE),
         "sqlalchemy": (("2.0.58", "2.1.0", "2.1.9"), _STORE),
         "optuna": (("5.0.0",), ("study", "optuna_storage", "optuna_journals", "sweep")),
-        "ray": (("2.60.0",), ("on_ray", "ray_fakes")),
+        "ray": (("2.60.0",), ("on_ray",)),
         "cuda-bindings": (("13.2.0", "13.4.4", "13.5.0"), ("device", "gpus", "stopwatch")),
     }
     for name, (versions, tests) in packages.items():

@@ -245,9 +245,10 @@ def test_strided_tensors_are_served(way: str, path: str, compiler: Compiler, gpu
     wanted = exact(q, k, v, None)
     for _ in range(3):
         assert error(tuner.attention(q, k, v), wanted) < TOLERANCE["float16"]
-    with tuner.enabled():
-        assert error(SDPA(q, k, v), wanted) < TOLERANCE["float16"]
-    assert hits() == 4
+    if path == "dispatcher":  # which overrides PyTorch's operators
+        with tuner.enabled():
+            assert error(SDPA(q, k, v), wanted) < TOLERANCE["float16"]
+    assert hits() == (4 if path == "dispatcher" else 3)
 
 
 @pytest.mark.compile

@@ -15,7 +15,7 @@ from tuner.families import family
 from tuner.families.base import SCRATCH, KernelSpec
 from tuner.families.peers import Vendor
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import Device, Pool
+from tuner.measure.device import CapturedGraph, Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
 from tuner.measure.gate.inputs import kinds_of, scale_of
 from tuner.measure.subjects import WORKSPACE, CompiledSubject, Subject, VendorSubject
@@ -100,7 +100,8 @@ class Gated:
                 graph.replay()
                 verdict = gate.examine([own])
                 assert verdict.status is Status.OK, verdict.log
-            graph.close()
+            if isinstance(graph, CapturedGraph):  # torch's has no such method
+                graph.close()
 
     def outputs(self, problem: Problem, names: Sequence[str] = ()) -> list[bytes]:
         """Bytes of the outputs, or of those that are named."""
@@ -131,8 +132,11 @@ class Gated:
         gate.open(problem, 5)
         gate.load(kind)
         with Pool(self.device) as pool:
-            own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-            buffers = {**gate.pointers, WORKSPACE: own.pointer}
+            own = [
+                gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
+                gate.allocate(pool, SCRATCH, subject.scratch_bytes),
+            ]
+            buffers = {**gate.pointers, **{guarded.name: guarded.pointer for guarded in own}}
             call = subject.bind(buffers, scale_of(problem, kind))
             call()
             wanted = self.outputs(problem, same)
@@ -142,7 +146,7 @@ class Gated:
                     self.device.write(pointer, change(self.device.read(pointer, operand.bytes)))
             graph = subject.capture([call])
             for launch in (*[call] * count, *[graph.replay] * count):
-                gate.arm([own])
+                gate.arm(own)
                 launch()
                 assert self.outputs(problem, same) == wanted
             graph.close()
