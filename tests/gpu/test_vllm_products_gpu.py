@@ -124,5 +124,6 @@ def test_an_engine_agrees_with_itself(engine: Any, monkeypatch: pytest.MonkeyPat
     wanted = log_probabilities(engine)
     assert not tuner.stats().hits
     assert served.hits > 0, served.fallbacks
+    assert not any("plain tensor" in reason for reason in served.fallbacks), served.fallbacks
     assert (found - wanted).abs().mean() < 0.05 * wanted.std()
     assert wanted.std() > 0.1  # the weights do something

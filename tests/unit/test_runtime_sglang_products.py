@@ -274,8 +274,9 @@ def test_scaled_products_need_proven_kernels(
     monkeypatch.setattr(shared().serving, "find", lambda call: "a plan")
     monkeypatch.setattr(products, "linear", lambda *args, **named: (args, named))
     method.process_weights_after_loading(layer)
-    given = (rows, layer.weight, None), {"weight_scale": layer.weight_scale_inv}
-    assert method.apply(layer, rows) == given
+    (_, weight, _), named = method.apply(layer, rows)
+    assert weight.data_ptr() == layer.weight.data_ptr()
+    assert named["weight_scale"].data_ptr() == layer.weight_scale_inv.data_ptr()
     assert method.apply(layer, (rows, torch.ones(2, 3))) == "SGLang's product"  # quantised before
     with monkeypatch.context() as patch:
         patch.setenv("TUNER_DISABLE", "1")
@@ -285,8 +286,14 @@ def test_scaled_products_need_proven_kernels(
     assert not layer.tuner_serves
 
 
-def test_products_in_bf16(products: Any) -> None:
+class Loaded(torch.nn.Parameter):
+    """A parameter as the engine's loaders have it, which `tuner.linear` refuses."""
+
+
+def test_products_in_bf16(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Linear()
-    layer.weight = torch.ones(8, 4)
+    layer.weight = Loaded(torch.ones(8, 4), requires_grad=False)
     out = products.SglangLinearMethod().apply(layer, torch.ones(2, 4), torch.ones(8))
     assert torch.equal(out, torch.full((2, 8), 5.0))
+    monkeypatch.setattr(products, "linear", lambda rows, weight, bias: type(weight))
+    assert products.SglangLinearMethod().apply(layer, torch.ones(2, 4)) is torch.Tensor

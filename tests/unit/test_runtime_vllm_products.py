@@ -274,6 +274,27 @@ def test_layers_loaded_after_the_variable_is_gone_are_looked_up(
         assert not layer.tuner_serves and ("TUNER_DISABLE" in caplog.text) == is_off
 
 
+class Loaded(torch.nn.Parameter):
+    """A parameter as vLLM's loaders have it, which `tuner.linear` refuses."""
+
+
+def test_products_have_weights_without_the_loader_s_class(
+    products: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = importlib.import_module("tuner.runtime.engines.vllm.operator")
+    layer, seen = Linear(), []
+    layer.weight = Loaded(torch.ones(8, 4), requires_grad=False)
+    out = products.TunerLinearMethod().apply(layer, torch.ones(2, 4), torch.ones(8))
+    assert torch.equal(out, torch.full((2, 8), 5.0))
+    for module in (products, operator):
+        monkeypatch.setattr(module, "linear", lambda *args, **named: seen.extend([*args, named]))
+    products.TunerLinearMethod().apply(layer, torch.ones(2, 4))
+    operator._scaled_linear(torch.ones(2, 4), layer.weight, layer.weight, None)
+    weights = seen[1], seen[5], seen[7]["weight_scale"]
+    assert [type(weight) for weight in weights] == [torch.Tensor] * 3
+    assert {weight.data_ptr() for weight in weights} == {layer.weight.data_ptr()}
+
+
 def test_the_operator_has_a_shape_without_a_device(products: Any) -> None:
     x = torch.zeros(2, 5, 384, dtype=torch.bfloat16, device="meta")
     weight = torch.zeros(256, 384, device="meta").to(torch.float8_e4m3fn)

@@ -26,6 +26,11 @@ def refused(layer: Any, detail: str) -> Refusal:
     return Refusal(Kind.EXPERTS, f"{type(layer).__name__}: {detail}")
 
 
+def plain(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor of an engine's parameter, whose class belongs to the loader: calls refuse it."""
+    return parameter.data
+
+
 def unscaled(layer: Any) -> Refusal | None:
     """Reason why products with a layer's e4m3 weights are not the tuner's; else None."""
     weight, scale = layer.weight, layer.weight_scale_inv

@@ -25,6 +25,7 @@ from tuner.runtime.engines.products import (
     BLOCK,
     count,
     experts,
+    plain,
     refused,
     unscaled,
 )
@@ -76,7 +77,7 @@ class SglangLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             out: torch.Tensor = super().apply(layer, x, bias)
             return out
-        return linear(x, layer.weight, bias)
+        return linear(x, plain(layer.weight), bias)
 
 
 class SglangFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
@@ -99,7 +100,8 @@ class SglangFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
         if is_own or not layer.tuner_serves:
             out: torch.Tensor = super().apply(layer, x, bias)
             return out
-        return linear(x, layer.weight, bias, weight_scale=layer.weight_scale_inv)
+        scale = plain(layer.weight_scale_inv)
+        return linear(x, plain(layer.weight), bias, weight_scale=scale)
 
 
 class SglangExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tuner.runtime.engines.products import plain
 from tuner.runtime.products.matmul import linear
 
 _library = torch.library.Library("tuner_vllm", "DEF")
@@ -13,7 +14,7 @@ _library.define("linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> 
 def _scaled_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    return linear(x, weight, bias, weight_scale=scale)
+    return linear(x, plain(weight), bias, weight_scale=plain(scale))
 
 
 def _scaled_linear_shape(

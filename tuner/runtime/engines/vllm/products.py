@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMeth
 
 from tuner import settings
 from tuner.runtime.call.refusal import Refusal
-from tuner.runtime.engines.products import BLOCK, count, experts, refused, unscaled
+from tuner.runtime.engines.products import BLOCK, count, experts, plain, refused, unscaled
 from tuner.runtime.engines.vllm.operator import scaled_linear
 from tuner.runtime.parallel import distributed
 from tuner.runtime.products.matmul import linear
@@ -72,7 +72,7 @@ class TunerLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             out: torch.Tensor = super().apply(layer, x, bias)
             return out
-        return linear(x, layer.weight, bias)
+        return linear(x, plain(layer.weight), bias)
 
 
 class TunerFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
