@@ -133,10 +133,10 @@ def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
             reasons.append(
                 "key_groups is for one tile a block, one score buffer and no ping_pong, only"
             )
-        if sharing > config["kv_stages"]:
+        if config["kv_stages"] % sharing:  # else a stage's phase may be taken for the one before
             reasons.append(
-                f"key_groups={sharing} exceeds kv_stages={config['kv_stages']}: each group "
-                "reads a stage of its own"
+                f"key_groups={sharing} does not divide kv_stages={config['kv_stages']}: each group "
+                "reads stages of its own"
             )
     if "stages_output" in config.params:
         packed = config.get("packed_heads", 1)
