@@ -52,4 +52,4 @@ def test_a_request_has_the_same_bits_whatever_else_is_served(
     out = printed(*python_command(str(ENGINE), str(tmp_path), quantization), **MODE)
     found = json.loads(out.splitlines()[-1])
     assert all(found["same"].values()), found
-    assert found["hits"] > 0 and found["tokens"] > 4
+    assert found["hits"] > 0 and found["tokens"] > 1
