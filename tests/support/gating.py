@@ -18,6 +18,7 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import CapturedGraph, Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
 from tuner.measure.gate.inputs import kinds_of, scale_of
+from tuner.measure.gate.kernels import Guarded
 from tuner.measure.subjects import WORKSPACE, CompiledSubject, Subject, VendorSubject
 from tuner.measure.tolerance import Verdict
 from tuner.measurement import Status
@@ -60,6 +61,12 @@ class Gated:
             pytest.skip(reason)
         return VendorSubject(self.device, member, problem, config)
 
+    def own(self, pool: Pool, subject: Subject) -> tuple[list[Guarded], dict[str, int]]:
+        """Guarded workspace and scratch of a subject, and their addresses."""
+        sizes = {WORKSPACE: subject.workspace_bytes, SCRATCH: subject.scratch_bytes}
+        made = [self.gate.allocate(pool, name, size) for name, size in sizes.items()]
+        return made, {guarded.name: guarded.pointer for guarded in made}
+
     def passes(self, problem: Problem, config: Config, kinds: Sequence[str] = ()) -> Verdict:
         """Every kind of input, or those named, with guarded scratch and workspace where the kernels
         want them. The verdict on the last one.
@@ -67,11 +74,7 @@ class Gated:
         gate, subject = self.gate, self.subject(problem, config)
         gate.open(problem, 5)
         with Pool(self.device) as pool:
-            own = [
-                gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
-                gate.allocate(pool, SCRATCH, subject.scratch_bytes),
-            ]
-            pointers = {guarded.name: guarded.pointer for guarded in own}
+            own, pointers = self.own(pool, subject)
             is_vendor = isinstance(subject, VendorSubject)
             for kind in kinds or kinds_of(problem, is_vendor=is_vendor):
                 gate.load(kind)
@@ -85,23 +88,28 @@ class Gated:
         return verdict
 
     def replays(self, problem: Problem, config: Config) -> None:
-        """A call captured once answers each kind of input."""
+        """A call captured once answers each kind of input; a vendor's, which may have copied them,
+        those that it was bound with.
+        """
         gate, subject = self.gate, self.subject(problem, config)
+        is_vendor, scale = isinstance(subject, VendorSubject), scale_of(problem)
+        kinds = ["random"] if is_vendor else kinds_of(problem, is_vendor=False)
         gate.open(problem, 5)
+        gate.load("random")
         with Pool(self.device) as pool:
-            own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-            buffers = {**gate.pointers, WORKSPACE: own.pointer}
-            call = subject.bind(buffers, scale_of(problem), deliver=True)
+            own, pointers = self.own(pool, subject)
+            call = subject.bind({**gate.pointers, **pointers}, scale, deliver=True)
             call()
             graph = subject.capture([call])
-            for kind in kinds_of(problem, is_vendor=isinstance(subject, VendorSubject)):
+            for kind in (kind for kind in kinds if scale_of(problem, kind) == scale):
                 gate.load(kind)
-                gate.arm([own])
+                gate.arm(own)
                 graph.replay()
-                verdict = gate.examine([own])
+                verdict = gate.examine(own)
                 assert verdict.status is Status.OK, verdict.log
             if isinstance(graph, CapturedGraph):  # torch's has no such method
                 graph.close()
+        subject.close()
 
     def outputs(self, problem: Problem, names: Sequence[str] = ()) -> list[bytes]:
         """Bytes of the outputs, or of those that are named."""
@@ -132,12 +140,8 @@ class Gated:
         gate.open(problem, 5)
         gate.load(kind)
         with Pool(self.device) as pool:
-            own = [
-                gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
-                gate.allocate(pool, SCRATCH, subject.scratch_bytes),
-            ]
-            buffers = {**gate.pointers, **{guarded.name: guarded.pointer for guarded in own}}
-            call = subject.bind(buffers, scale_of(problem, kind))
+            own, pointers = self.own(pool, subject)
+            call = subject.bind({**gate.pointers, **pointers}, scale_of(problem, kind))
             call()
             wanted = self.outputs(problem, same)
             for operand in problem.inputs:
