@@ -143,7 +143,8 @@ def _sized(
         "key": (cache[0] if pages > 1 else LATENT_DIM, LATENT_DIM, cache[1], cache[2]),
         "page_table": (block_table[0] if batch > 1 else 1, 1),
     }
-    dtype, form = (getattr(plan.problem, name, "") for name in ("dtype", "cache"))
+    dtype: str = getattr(plan.problem, "dtype", "")
+    form: Cache = getattr(plan.problem, "cache", "")
     problem = _sized_problem(Sized, sizes, dtype, form, rows_q=batch * queries, cached=pages)
     try:
         return plan.sized(problem, scale, own)
