@@ -106,9 +106,7 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
     ) -> Any:
         step, form = self._step_of(layer, batch), self._form_of(layer)
         sinks = options.get("sinks")
-        if isinstance(form, Refusal):
-            refusal: Refusal | None = form
-        else:
+        if isinstance(form, Form):
             sizes = layer.head_dim, layer.tp_k_head_num, q.shape
             kind = form.scale, form.extras, sinks is None, sizes
             refusal = step.refusal or _unserved(options) or step.refusals.get(kind)
@@ -117,6 +115,8 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
                     self._write(layer, batch, k, v)
                 out = self._answer(step, form, kind, layer, batch, q, sinks)
                 return own(q, k, v, layer, batch, False, **options) if out is None else out
+        else:
+            refusal = form
         refuse(refusal, step)
         return own(q, k, v, layer, batch, save_kv_cache, **options)
 
