@@ -170,29 +170,22 @@ def zeros(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
     return made
 
 
-@dataclasses.dataclass
-class NotedKernel:
-    """A loaded kernel that only notes its launches."""
-
-    key: str
-    launched: list[Any]
-
-    def bind(self, integers: Any, scalars: Any) -> Any:
-        return lambda tensors, workspace, stream: self.launched.append((self.key, integers))
-
-    def workspace_bytes(self, integers: Any) -> int:
-        return 0
-
-
 @pytest.fixture
 def noted(
     on_cpu: SimpleNamespace, undecided: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """Key and integers of each launch: every kernel that is asked for is in the cache."""
     launched: list[Any] = []
+
+    def load(found: Any) -> Any:
+        return SimpleNamespace(
+            bind=lambda integers, scalars: lambda *_: launched.append((found.key, integers)),
+            workspace_bytes=lambda integers: 0,
+        )
+
     cache = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: cache)
-    monkeypatch.setattr(on_cpu.plan, "load", lambda found: NotedKernel(found.key, launched))
+    monkeypatch.setattr(on_cpu.plan, "load", load)
     monkeypatch.setattr(on_cpu.plan, "loaded", lambda key: None)
     return launched
 
