@@ -142,8 +142,8 @@ BENCH = Bench(
             is_fresh=True,
         ),
         "units": Preset(
-            "CPU-seconds of units of 1, 2, 4 and 8 kernels; no GPU",
-            lambda _: [CompiledUnit(p, count) for p in COMPILED for count in (1, 2, 4, 8)],
+            "CPU-seconds of units of 1, 2, 4, 8 and 16 kernels; no GPU",
+            lambda _: [CompiledUnit(p, count) for p in COMPILED for count in (1, 2, 4, 8, 16)],
             compile_unit,
             unit_line,
             units_table,

@@ -21,7 +21,7 @@ from tuner.base.processes import ProcessPool
 from tuner.compile import compiler
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
-from tuner.compile.units import KernelJob, fixed_units
+from tuner.compile.units import UNLIKE, KernelJob, fitting, fixed_units
 from tuner.config import Config
 from tuner.errors import CompileError, RenderError, StoreError
 from tuner.families.base import KernelSpec
@@ -145,6 +145,25 @@ def test_kernels_of_equal_instances_share_a_unit(
     made.submit(wanted)
     assert [job.spec.variables["n"] for job in taken(made)] == [0, 2]
     made.close(cancel=True)
+
+
+def test_a_unit_holds_few_unlike_kernels() -> None:
+    """More of them would take more memory than is planned for."""
+
+    def kernels(tiles: int, instances: tuple[str, ...]) -> list[KernelSpec]:
+        variables = ({"tile": n % tiles, "n": n} for n in range(4 * tiles))
+        return [KernelSpec("a.cu.j2", one, instances=instances) for one in variables]
+
+    for tiles, instances, sizes in (
+        (3, ("tile",), [12]),
+        (UNLIKE, ("tile",), [16, 16]),
+        (2 * UNLIKE, ("tile",), [16] * 4),
+        (3, (), [UNLIKE, 4]),
+    ):
+        assert [len(unit) for unit in fixed_units(kernels(tiles, instances), 16)] == sizes
+    rare = [KernelSpec("a.cu.j2", {"tile": n}, instances=("tile",)) for n in range(UNLIKE + 1)]
+    assert [len(unit) for unit in fixed_units(rare, 16)] == [UNLIKE, 1]
+    assert fitting([*rare[:2], KernelSpec("b.cu.j2", {})], 16) == 2
 
 
 @pytest.mark.parametrize("jobs", [1, 6])

@@ -12,6 +12,9 @@ from pathlib import Path
 from tuner.compile.artifacts import Artifact
 from tuner.families.base import KernelSpec
 
+UNLIKE = 8
+"""Most unlike kernels of a unit (`KernelSpec.instance`), which its memory depends on."""
+
 
 @dataclass
 class KernelJob:
@@ -47,13 +50,24 @@ def fixed_units(specs: Iterable[KernelSpec], size: int) -> list[list[KernelSpec]
     equal lists give equal libraries.
     """
     units: list[list[KernelSpec]] = []
-    for spec in sorted(set(specs), key=lambda spec: (spec.template, spec.instance, spec.key)):
-        last = units[-1] if units else []
-        if last and len(last) < size and last[0].template == spec.template:
-            last.append(spec)
-        else:
-            units.append([spec])
+    left = sorted(set(specs), key=lambda spec: (spec.template, spec.instance, spec.key))
+    while left:
+        units.append(left[: fitting(left, size)])
+        del left[: len(units[-1])]
     return units
+
+
+def fitting(specs: Sequence[KernelSpec], size: int) -> int:
+    """Number of kernels, from the first on, that may be one unit: at most `size` of its template,
+    and `UNLIKE` unlike ones.
+    """
+    instances: set[str] = set()
+    for count, spec in enumerate(specs):
+        instances.add(spec.instance)
+        is_other = spec.template != specs[0].template
+        if count == size or is_other or len(instances) > UNLIKE:
+            return count
+    return len(specs)
 
 
 def unit_size(first: KernelJob, waiting: int, idle: int, most: int) -> int:

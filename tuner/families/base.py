@@ -84,6 +84,8 @@ class KernelSpec:
     @cached_property
     def instance(self) -> str:
         """Text that is equal for kernels which cost little beside each other in a unit."""
+        if not self.instances:
+            return self.key
         return json.dumps([self.template, *map(self.variables.get, self.instances)])
 
     @cached_property
