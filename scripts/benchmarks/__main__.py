@@ -37,7 +37,8 @@ MOVED = {
     **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
     **{name: "scripts/bench search --preset units" for name in ("compile_ways",)},
-    **{name: f"scripts/bench search --preset {name}" for name in ("repeats", "sweeps")},
+    "repeats": "scripts/bench search --preset repeats",
+    **dict.fromkeys(("sweeps", "search --preset sweeps"), "scripts/bench tuner --preset quick"),
     **{
         name: f"scripts/bench population --preset {name}"
         for name in ("fp8_attention", "layers", "masks", "own_calls")

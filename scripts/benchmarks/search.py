@@ -1,7 +1,7 @@
-"""The search itself: recorded sweeps replayed, repeated and listed sweeps, units of kernels.
+"""The search itself: recorded sweeps replayed, repeated sweeps, units of kernels.
 
 Results of ``recorded`` make expected seconds and losses (``tuner fit stopping``). Each sweep of
-``repeats`` and ``sweeps`` is a process of its own, ``tuner sweep``.
+``repeats`` is a process of its own, ``tuner sweep``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def options(parser: Parser) -> None:
     add("--op", default="attention", choices=sorted(PROBLEMS), help="repeats: default attention")
     add("--shape", default="S=1024,D=64", help="repeats: problem (default S=1024,D=64)")
     add("--keep-cache", action="store_true", help="repeats: with this machine's compiled kernels")
-    add("--problems", type=Path, metavar="FILE", help="sweeps: in place of the acceptance suite")
     add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
     add("--device", default="0", metavar="N,...", help="CUDA devices (default 0)")
 
@@ -129,15 +128,6 @@ BENCH = Bench(
             search_sweeps.repeat,
             search_sweeps.line,
             search_sweeps.repeats_table,
-            limit_s=HOUR_S,
-            is_fresh=True,
-        ),
-        "sweeps": Preset(
-            "seconds of default sweeps, and the winner's excess over every built kernel",
-            search_sweeps.listed,
-            search_sweeps.beside,
-            search_sweeps.line,
-            search_sweeps.sweeps_table,
             limit_s=HOUR_S,
             is_fresh=True,
         ),

@@ -21,18 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, quick_pass
+from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.rows import markdown
 from tuner import settings
 from tuner.base.processes import python_command, python_environment, running
-from tuner.bench.suites import SUITES
 from tuner.cli.entries import unservable
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families import families, families_of
-from tuner.families.base import Family
+from tuner.families import families
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
@@ -40,17 +38,13 @@ from tuner.runners import recording_archive
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
-from tuner.search import pool
 from tuner.search.ranking import by_latency
-from tuner.selection.portfolio import serving, shipped
 from tuner.selection.reader import lookup
 from tuner.store import exchange, open_store
-from tuner.tuning.job import JobOptions, read_problems
+from tuner.tuning.job import JobOptions
 
-ROUNDS, FINALISTS, PASSES = 40, 6, 3
-"""Rounds of a pass over the winners; built kernels beside a winner, and passes over them."""
-VARIANTS = 4
-"""Run-time variants of a compiled kernel that are timed, those of the shortest estimates."""
+ROUNDS, FINALISTS = 40, 6
+"""Rounds of a pass over the winners, and recorded kernels beside them."""
 TIE = 0.01
 """Distance of times that count as equal."""
 FIRST = "verified after"
@@ -92,12 +86,6 @@ def repeated(args: Namespace) -> list[SeededSweep | WinnersPass]:
     first = int(args.seed) if args.seed.isdigit() else 0
     seeds = [SeededSweep(problem, seed, True) for seed in range(first, first + args.times)]
     return [*seeds, *([WinnersPass(problem)] if args.json or args.table else [])]
-
-
-def listed(args: Namespace) -> list[SeededSweep]:
-    """Problems of a file, else of the acceptance suite."""
-    problems = read_problems(args.problems) if args.problems else SUITES["acceptance"].problems
-    return [SeededSweep(problem) for problem in problems]
 
 
 def swept(
@@ -275,61 +263,6 @@ def recorded(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
     return list(best.values())[:count]
 
 
-def beside(case: SeededSweep, args: Namespace) -> Row:
-    """A sweep with this machine's cache, and its winner beside the fastest built kernels.
-
-    Raises:
-        BenchmarkError: when the sweep failed, or the winner has no time.
-    """
-    row, problem = swept(case, args, keeps_kernels=True), case.problem
-    winner = Config.from_json(row["winner"])
-    times: dict[Config, list[float]] = {}
-    finalists: list[Config] = []
-    for _ in range(PASSES):  # each by a new process
-        with _runner(problem, args) as runner:
-            if not finalists:
-                groups = built(problem, runner)
-                candidates = dict.fromkeys([winner, *(one for group in groups for one in group)])
-                fit = quick_pass.passed(problem, candidates, runner)
-                finalists = list(dict.fromkeys([winner, *(m.config for m in fit[:FINALISTS])]))
-            for m in runner.retime(problem, finalists, ROUNDS // 2):
-                if m.ok and m.latency_us:
-                    times.setdefault(m.config, []).append(m.latency_us)
-    us = {c: statistics.median(each) for c, each in times.items() if len(each) == PASSES}
-    if winner not in us:
-        raise BenchmarkError(f"{problem.label()}: the winner {winner.digest[:6]} has no time")
-    others = {_named(one): time_us for one, time_us in us.items() if one != winner}
-    excess = us[winner] / min(us.values()) - 1
-    shown = {"us": {"tuner": us[winner], **others}, "built": len(groups)}
-    return {**row, **shown, "excess": round(excess, 4)}
-
-
-def built(problem: Problem, runner: Runner) -> list[list[Config]]:
-    """Built kernels of the own families that take a problem, each with its run-time variants."""
-    gpu = runner.gpu
-    portfolios = [one for one in serving(shipped(), gpu) if one.op == problem.op]
-    served = [
-        config
-        for portfolio in portfolios
-        for group in pool.of_portfolio(problem, gpu, portfolio, is_whole=True)
-        for config in group
-    ]
-    groups: dict[str, dict[Config, None]] = {}
-    for family in families_of(problem.op).values():
-        if family.is_vendor or family.is_fallback or family.supports(problem, gpu):
-            continue
-        mine = [one for one in served if one.family == family.name]
-        space = dict.fromkeys([*mine, *family.space(problem, gpu)])
-        for config in runner.compiled(problem, family, list(space)):
-            groups.setdefault(family.compile_digest(config), {})[config] = None
-    return [_variants(problem, list(group), gpu) for group in groups.values()]
-
-
-def _variants(problem: Problem, group: Sequence[Config], gpu: Gpu) -> list[Config]:
-    family: Family = families_of(problem.op)[group[0].family]
-    return sorted(group, key=lambda one: family.predict_us(problem, one, gpu))[:VARIANTS]
-
-
 @contextmanager
 def gpu_values(device: str, name: str) -> Iterator[list[float]]:
     """A quantity of nvidia-smi's, five values a second, when the context ends."""
@@ -351,11 +284,10 @@ def line(row: Row) -> str:
     """Seconds, kernels and times of a sweep; of the pass its worst winner."""
     if "over_best" in row:
         return f"{row['case']}: the worst {max(row['over_best'].values()):.4f} of the best"
-    excess = f"; {row['excess']:.1%} over {row['built']} kernels" if "excess" in row else ""
     return (
         f"{row['case']}: {row['elapsed_s']:.1f} s, first own {row['first_own_s']} s, "
         f"{row['kernels']} sets, {row['compiled']} compiled in {row['compile_cpu_s']} CPU-s, "
-        f"{row['us']['tuner']:.2f} us{excess}"
+        f"{row['us']['tuner']:.2f} us"
     )
 
 
@@ -375,31 +307,3 @@ def repeats_table(rows: Sequence[Row]) -> list[str]:
         f"{max(seconds):.1f}" if seconds else "",
     )
     return markdown([head, cells])
-
-
-def sweeps_table(rows: Sequence[Row]) -> list[str]:
-    """Means by kind of operation."""
-    timed = ("sweeps", "mean s", "longest", "first own s", "CPU-s a kernel")
-    lines: list[Sequence[str]] = [("kind", *timed, "mean excess", "worst", "within 2 %")]
-    for kind in ("attention", "products", "all"):
-        done = [row for row in rows if "winner" in row and kind in (row["group"], "all")]
-        if not done:
-            continue
-        seconds = [row["elapsed_s"] for row in done]
-        firsts = [row["first_own_s"] for row in done if row["first_own_s"] is not None]
-        excess = [row["excess"] for row in done]
-        compiled = sum(row["compiled"] for row in done)
-        lines.append(
-            (
-                kind,
-                str(len(done)),
-                f"{statistics.fmean(seconds):.1f}",
-                f"{max(seconds):.1f}",
-                f"{statistics.fmean(firsts):.1f}" if firsts else "",
-                f"{sum(row['compile_cpu_s'] for row in done) / compiled:.1f}" if compiled else "",
-                f"{statistics.fmean(excess):.1%}",
-                f"{max(excess):.1%}",
-                f"{sum(one <= 0.02 for one in excess)} of {len(excess)}",
-            )
-        )
-    return markdown(lines)

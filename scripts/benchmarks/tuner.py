@@ -38,7 +38,9 @@ SWEEP_S = 1500.0
 
 
 def cases(args: Namespace) -> list[Judged]:
-    """The seed's problems."""
+    """The seed's problems, or those of ``--file``."""
+    if args.file is not None:
+        return tuner_problems.of_file(args.file)
     return tuner_problems.drawn(args.seed, args.problems)
 
 
@@ -83,7 +85,12 @@ def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
         judged = tuner_truth.judged(case, winner, _earlier(case, args))
         operands = sum(operand.bytes for operand in case.problem.operands) / 2**20
         return {
-            **{"elapsed_s": row["elapsed_s"], "cpu_s": row["cpu_s"], "cores": row["cores"]},
+            **{
+                "first_own_s": row["first_own_s"],
+                "elapsed_s": row["elapsed_s"],
+                "cpu_s": row["cpu_s"],
+                "cores": row["cores"],
+            },
             **{"evaluations": row["kernels"], "compiled": row["compiled"]},
             **{"replayed": row["replayed"], "swept_us": row["us"]["tuner"]},
             **judged,
@@ -114,6 +121,7 @@ def options(parser: Parser) -> None:
     harness.add_answers(parser)
     add = parser.add_argument
     add("--problems", type=int, default=COUNT, metavar="N", help=f"problems to draw ({COUNT})")
+    add("--file", type=Path, help="problems of a list for tuner sweep, in place of the draw")
     add("--seeds", type=int, default=1, metavar="N", help="quick, full: sweeps a problem (1)")
     add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
     add("--device", default="0", metavar="N,...", help="CUDA devices of the sweeps (default 0)")

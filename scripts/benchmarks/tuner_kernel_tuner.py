@@ -80,7 +80,7 @@ def evaluated(space: dict[str, Any], strategy: str, seed: int, path: Path) -> li
     return list(dict.fromkeys(order))
 
 
-def main() -> None:
+def answer_space() -> None:
     """Answer one space."""
     space = json.load(sys.stdin)
     answer: dict[str, Any] = {}
@@ -97,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_space()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 
 from benchmarks.cliffs_draws import Call, Plain, dense
 from benchmarks.population_tensors import posed
@@ -19,6 +20,7 @@ from tuner.problem import (
 )
 from tuner.problem.models import PublicModel
 from tuner.problem.population import Chance, ModelCall, draw, linears, subset
+from tuner.tuning.job import read_problems
 
 PROMPTS, DECODING, PRODUCTS = "prompts", "decoding", "products"
 BLOCK_SCALED, EXPERTS = "block-scaled", "experts"
@@ -86,6 +88,27 @@ def drawn(seed: str, count: int = COUNT) -> list[Judged]:
     return problems
 
 
+def of_file(path: Path) -> list[Judged]:
+    """Problems of a list for ``tuner sweep``.
+
+    Raises:
+        ConfigError: when it cannot be read, or has an operation that is not judged.
+    """
+    return [Judged(_kind(problem), problem) for problem in read_problems(path)]
+
+
+def _kind(problem: Problem) -> str:
+    if isinstance(problem, AttentionProblem):
+        return DECODING if problem.is_decoding else PROMPTS
+    if isinstance(problem, GroupedGemmProblem):
+        return EXPERTS
+    if isinstance(problem, GemmProblem):
+        return BLOCK_SCALED if problem.dtype == E4M3 else PRODUCTS
+    raise ConfigError(
+        f"--file: {problem.op} is not judged (allowed: attention, gemm, grouped_gemm)"
+    )
+
+
 def neighbours(case: Judged) -> list[Judged]:
     """The problem with an eighth fewer and more keys, of products rows."""
     problem = case.problem
@@ -118,9 +141,7 @@ def _called(seed: str, models: Sequence[PublicModel]) -> dict[str, list[Problem]
         except ConfigError:
             continue
         if problem.op in (AttentionProblem.op, GemmProblem.op):
-            is_decoding = isinstance(problem, AttentionProblem) and problem.is_decoding
-            kind = DECODING if is_decoding else PROMPTS if call.views else PRODUCTS
-            problems[kind][problem] = None
+            problems[_kind(problem)][problem] = None
     return {kind: list(some) for kind, some in problems.items()}
 
 

@@ -66,7 +66,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("products", "scaled"): "built_products",
     ("products", "tables"): "built_products",
     ("suites", "pytorch"): "checkout",
-    **{("search", preset): "sweeps" for preset in ("repeats", "sweeps")},
+    ("search", "repeats"): "sweeps",
     **{("tuner", preset): "sweeps" for preset in ("quick", "full")},
     ("tuner", "inductor"): "uncompiled",
     ("search", "units"): "compiler",

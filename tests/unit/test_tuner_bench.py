@@ -16,7 +16,7 @@ from stored import H200, WARM, measured
 from benchmarks import search_sweeps, tuner_figures, tuner_problems, tuner_rivals, tuner_truth
 from benchmarks.tuner_problems import BLOCK_SCALED, DECODING, EXPERTS, PROMPTS, TURNS, Judged
 from tuner.config import Config
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.gemm import cost
 from tuner.problem import AttentionProblem, GemmProblem, Problem
@@ -242,3 +242,19 @@ def test_a_choice_is_timed_beside_built_kernels_here_and_near(
     with on_the_cpu():
         row = tuner_truth.untuned(Judged(kind, problem))
     assert set(row["first_us"]) == own and row["kernels"] == 3, "a first pass has all of them"
+
+
+def test_problems_of_a_file_are_of_their_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "problems.yaml"
+    texts = (
+        "S=512,D=64",
+        "SQ=1,SKV=512,D=64",
+        "op=gemm,M=8,N=8,K=8",
+        "op=grouped_gemm,G=2,M=8,N=8,K=8",
+    )
+    path.write_text("".join(f"- {text}\n" for text in texts))
+    kinds = [case.group for case in tuner_problems.of_file(path)]
+    assert kinds == [PROMPTS, DECODING, tuner_problems.PRODUCTS, EXPERTS]
+    path.write_text("- op=softmax,M=8,N=8\n")
+    with pytest.raises(ConfigError, match="softmax is not judged"):
+        tuner_problems.of_file(path)
