@@ -235,7 +235,13 @@ def _packed_reference(problem: AttentionProblem, lengths: Any, *tensors: Any) ->
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-def product(case: Plain, compiles: bool, further: Further, budget_us: float, peers: bool) -> Row:
+def product(
+    case: Plain,
+    compiles: bool,
+    further: Further = lambda operands: {},
+    budget_us: float = BUDGET_US,
+    peers: bool = True,
+) -> Row:
     """`tuner.linear` or `tuner.scaled_mm` beside PyTorch's, DeepGEMM and cuBLASLt's algorithms."""
     problem = case.problem
     assert isinstance(problem, GemmProblem)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
+from bench_device import FOLDER, fake_device, fake_gpu, on_the_cpu  # noqa: F401
 from bench_fakes import (  # noqa: F401
     built_attention,
     built_products,
@@ -33,9 +34,10 @@ from bench_programs import (  # noqa: F401
 from bench_sweeps import compiler, sweeps  # noqa: F401
 from bits_fakes import row_by_row  # noqa: F401
 
-from benchmarks import harness, population
+from benchmarks import harness, population, population_peers
 from benchmarks.__main__ import NAMES, main
 from benchmarks.harness import Bench
+from tuner.problem import GemmProblem
 
 TOP = Path(__file__).resolve().parents[2]
 BENCHES: dict[str, Bench] = {
@@ -113,6 +115,14 @@ def test_every_schedule_of_pages_is_timed_for_a_fit(tmp_path: Path) -> None:
     _, (row,) = harness.read(path)
     assert len(row["schedules"]) > 20 and row["best"] in row["schedules"]
     assert row["us"]["best"] and len(row["queries"]) == len(row["keys"]) == row["problem"]["batch"]
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_peers_of_a_product_are_timed() -> None:
+    case = population_peers.PeerCase(GemmProblem(9, 64, 32, dtype="bfloat16"), "products")
+    with on_the_cpu():
+        row = population_peers.peer_measured(case, Namespace())
+    assert row["us"]["tuner"] == 8.0 and row["us"]["pytorch"] == 10.0
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["../products"]])
