@@ -87,9 +87,9 @@ def peer_measured(case: PeerCase, _: Namespace) -> Row:
     with torch.inference_mode():
         torch.manual_seed(0)
         if isinstance(case.problem, GemmProblem):
-            from benchmarks.cliffs_calls import product as product_measured
+            from benchmarks import cliffs_calls
 
-            return product_measured(Plain(case.problem), False)
+            return cliffs_calls.measured(Plain(case.problem))
         return _attention(case.problem)
 
 
