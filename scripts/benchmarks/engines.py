@@ -85,8 +85,8 @@ def measure_vllm(case: Served, args: Namespace) -> Row:
     _check("vllm")
     load = case.load(args, "1,16,128")
     options = args.compile, args.cache
-    known = VLLM, TUNER, FEW, VLLM_MODE, TUNER_MODE
-    ways = [way for way in args.ways or (VLLM, TUNER) if way in known]
+    compared = VLLM, TUNER, FEW, VLLM_MODE, TUNER_MODE
+    ways = [way for way in args.ways or (VLLM, TUNER) if way in compared]
     return in_turns({way: Vllm(way, load, *options) for way in ways}, args.runs)
 
 

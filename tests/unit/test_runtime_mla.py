@@ -105,6 +105,7 @@ def test_it_writes_to_a_tensor_and_counts_the_reason(runtime: SimpleNamespace) -
         ({"cache": torch.zeros(9, 16, 576)}, "query is torch.bfloat16, cache torch.float32"),
         ({"query": torch.zeros(6, 3, 20, 512).bfloat16()}, r"query \(6, 3, 20, 512\)"),
         ({"query": torch.zeros(6, 20, 576).bfloat16()}, r"query \(6, 20, 576\)"),
+        ({"cache": torch.tensor(0.0).bfloat16()}, r"cache \(\) \(allowed"),
         ({"cache": torch.zeros(9, 24, 576).bfloat16()}, "pages have 24 slots"),
         ({"cache": torch.zeros(9, 576, 16).bfloat16().mT}, "columns of query and cache"),
         ({"lengths": torch.zeros(5).int()}, r"lengths is torch.int32 \(5,\)"),

@@ -112,7 +112,7 @@ def credits() -> tuple[Credit, ...]:
 def credit(results: int) -> Credit:
     """Credit of a search with so many results; all comes where none was recorded."""
     whole = Credit(0, 1.0, 1.0, 0)
-    fitting = (one for one in credits() if one.results <= results)
+    fitting = (each for each in credits() if each.results <= results)
     return max(fitting, default=whole, key=attrgetter("results"))
 
 

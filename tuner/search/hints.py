@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,8 @@ def read(path: Path) -> list[Hint]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"hints {path} cannot be read: {exc}") from exc
-    hints = _profiled(path, text) if path.suffix == ".csv" else _tabled(path, text)
+    table = _TABLE.fullmatch(path.name)
+    hints = _profiled(path, text) if table is None else _tabled(path, table, text)
     if not hints:
         wanted = "rows of kernels cutlass3x_sm90_... with Status success, row- or column-major"
         raise ConfigError(f"{path} has no hint (wanted: {wanted})")
@@ -113,8 +115,8 @@ def _profiled(path: Path, text: str) -> list[Hint]:
         by_problem.setdefault(key, []).append((runtime, sizes, params))
     return [
         Hint(GemmProblem.op, sizes, sizes["m"], params, rank, path.name)
-        for found in by_problem.values()
-        for rank, (_, sizes, params) in enumerate(sorted(found, key=lambda f: f[0])[:MAX_HINTS])
+        for kernels in by_problem.values()
+        for rank, (_, sizes, params) in enumerate(sorted(kernels, key=itemgetter(0))[:MAX_HINTS])
     ]
 
 
@@ -162,10 +164,8 @@ def _decoded(
     }, params
 
 
-def _tabled(path: Path, text: str) -> list[Hint]:
+def _tabled(path: Path, name: re.Match[str], text: str) -> list[Hint]:
     """Hints of a table of vLLM, one for each number of rows."""
-    name = _TABLE.fullmatch(path.name)
-    assert name is not None
     sizes: dict[str, Any]
     if name["experts"]:
         op, sizes = GroupedGemmProblem.op, {"groups": int(name["experts"]), "inner": int(name["n"])}
@@ -244,7 +244,7 @@ def first(
         for group in member.groups.values()
         for config in group
     ]
-    for hint in sorted(near, key=lambda one: one.rank)[:MAX_HINTS]:
+    for hint in sorted(near, key=attrgetter("rank"))[:MAX_HINTS]:
         away = [
             (distance, family.predict_us(problem, config, gpu), place)
             for place, (family, config) in enumerate(spaces)

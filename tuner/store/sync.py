@@ -61,7 +61,8 @@ def checked(url: str) -> str:
         is_good = False
     if not is_good or parts.username or not re.fullmatch(r"[!-~]+", url):
         raise ConfigError(
-            f"{one_line(without_password(url))} is not the URL of a service (allowed: as http://host:8265)"
+            f"{one_line(without_password(url))} is not the URL of a service "
+            "(allowed: as http://host:8265)"
         )
     return url.rstrip("/")
 

@@ -73,8 +73,8 @@ class ScheduleRates(NamedTuple):
 #: Keys of a tile whose time the rates hold, where they are not 64.
 _TILE_N = {64: 128}
 #: By the instance (`registers.INSTANCES`). D = 192 was not measured and has the rates of 256, whose
-#: kernels have its tiles and stages. Those of 512 fit ten schedules of
-#: five batches (an H200, 29 November 2026).
+#: kernels have its tiles and stages. Those of 512 fit ten schedules of five batches (an H200, 29
+#: November 2026).
 RATES: Mapping[int, ScheduleRates] = {
     64: ScheduleRates(2.37, 1.01, 1.45, 2.67e6, 4.31, 0.226, 4.91, 0.0, 0.376, 1.01),
     96: ScheduleRates(2.14, 1.17, 1.39, 3.01e6, 4.67, 0.126, 4.03, 3.19, 0.466, 0.947),

@@ -72,10 +72,10 @@ ones 49.5 and eight similar ones 56.8 together. Simulated searches end soonest w
 _MAJORS = ("row", "col")
 _EPILOGUES = (PLAIN, COOPERATIVE, NO_SMEM)
 _SCHEDULERS = ("Persistent", "StreamK")
-#: Text that it takes, by variable.
 INSTANCES = ("dtype", "dtype_d", "layout_a", "layout_b", "layout_d", "kernel_schedule", "tile_m",
              "tile_n", "tile_k")  # fmt: skip
 """Variables that decide the collective's layouts and products (`KernelSpec.instances`)."""
+#: Text that it takes, by variable.
 WORDS = {
     "dtype": ("float16", "bfloat16", E4M3),
     "dtype_d": ("float16", "bfloat16", "float32", E4M3),

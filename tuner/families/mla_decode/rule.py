@@ -23,8 +23,6 @@ from tuner.problem.attention_masks import Cache
 _FAMILY = MlaDecode()
 KERNELS: Sequence[Config] = (Config(_FAMILY.name, {"whole_rows": False, "cluster": 1}),)
 """The kernels, for each type and cache. On an H200 the family's others were as fast within 2 %."""
-
-
 CACHES: Sequence[Cache] = get_args(Cache)[1:]
 """Forms of quantised caches, of bf16 queries."""
 

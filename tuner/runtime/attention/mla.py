@@ -285,15 +285,7 @@ def check(
         ConfigError: names the given and the allowed values.
     """
     width = _width(query, cache)
-    if (
-        query.dim() != 4
-        or query.shape[-1] != LATENT_DIM
-        or (cache.dim(), cache.shape[-1])
-        != (
-            3,
-            width,
-        )
-    ):
+    if query.shape[3:] != (LATENT_DIM,) or cache.shape[2:] != (width,):
         raise ConfigError(
             f"query {tuple(query.shape)}, cache {tuple(cache.shape)} (allowed: "
             f"(B, SQ, H, {LATENT_DIM}) "
