@@ -12,12 +12,13 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem
-from tuner.store import t4
+from tuner.store import open_store, t4
 
 OWN = Config("fused_attention", {"tile_n": 128, "pdl": True})
 PROBLEM = AttentionProblem(1024, 1024, 64)
@@ -96,6 +97,21 @@ def test_every_format_is_of_one_space(name: str) -> None:
     other = measured().but(problem=AttentionProblem(2048, 2048, 64))
     with pytest.raises(ConfigError, match="one search space"):
         t4.FORMATS[name]([measured(), other])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("t4", "1 result"), ("t4-metadata", "t4-metadata"), ("t1", "t1")]
+)
+def test_an_export_is_the_format_s_document(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, path = f"sqlite:///{tmp_path}/store.sqlite", tmp_path / "out.json"
+    final = measured(is_final=True)
+    with open_store(url) as store:
+        store.decide(PROBLEM, final.gpu, final.regime, [final], "s1")
+    assert main(["store", "export", str(path), "--format", name, "--store", url]) == 0
+    assert capsys.readouterr().out == f"{said} written to {path}\n"
+    assert json.loads(path.read_text()).keys() == t4.FORMATS[name]([final]).keys()
 
 
 @pytest.mark.parametrize(

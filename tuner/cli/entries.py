@@ -263,8 +263,9 @@ def export(args: argparse.Namespace) -> int:
         raise NoValidConfigError(f"nothing to export: no such entry in {_source(args)}")
     if args.format != "tuner":
         document = t4.FORMATS[args.format](exchange.read(document)[0])
-        rows = document.get("results", ())
-        text, what = t4.text(document), describe.counted(len(rows), "result") if rows else "it"
+        text, what = t4.text(document), args.format
+        if "results" in document:
+            what = describe.counted(len(document["results"]), "result")
     else:
         counts = (
             describe.counted(len(document[name]), noun)
