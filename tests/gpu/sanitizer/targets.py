@@ -191,7 +191,8 @@ def block_scaled_gemm(gpu: Gpu) -> Iterator[Target]:
         for name, chosen in cases.items():
             sizes = (*block_scaled_cases.SIZES, LONG_K)
             if chosen["split_k"] == 1:
-                sizes = (*sizes, (*wave(gpu, chosen), SHORT_K_E4M3))
+                depth = 128 * int(chosen.get("serial_parts", 0)) or SHORT_K_E4M3
+                sizes = (*sizes, (*wave(gpu, chosen), depth))
             problems = (
                 GemmProblem(
                     *size,
