@@ -1,5 +1,7 @@
-"""Attention over paged caches on the GPU: proofs of its kernels, whose pages are shuffled, lengths
-end at their edges and unused slots are no numbers; keys that the gate misses.
+"""Attention over paged caches on the GPU.
+
+Kernels are proven on shuffled pages, with lengths that end at a page's edge and with NaN in unused
+slots. Further tests cover keys that the gate does not see.
 """
 
 from __future__ import annotations

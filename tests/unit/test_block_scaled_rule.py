@@ -59,7 +59,7 @@ def test_rows_outside_of_the_last_tile_cost_time() -> None:
 
 
 def test_many_rows_have_kernels_in_the_order_of_few() -> None:
-    """Of the batch-invariant mode alone; there they are chosen for many rows."""
+    """The batch-invariant mode alone has these kernels, for many rows."""
     scaled = families()["block_scaled_gemm"]
     (of_few,) = {scaled.reduction_class(problem(8192), config) for config in serial.KERNELS}
     for rows, is_serial in ((1, False), (8192, True)):

@@ -1,4 +1,4 @@
-"""What ``scripts/sanitize`` launches, and what it makes of a tool's words; no GPU."""
+"""Launches of ``scripts/sanitize``, and its reading of a tool's report; no GPU."""
 
 from __future__ import annotations
 

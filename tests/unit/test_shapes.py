@@ -216,7 +216,7 @@ def test_what_has_no_problem_is_named() -> None:
     (reason,) = found.left_out
     assert reason.startswith("D=520 has no tuned kernel (allowed: multiples of 8 to 512, ")
     assert not any(isinstance(p, AttentionProblem) for p in found.problems)
-    with pytest.raises(ConfigError, match="there is no problem to list: D=520 has no tuned"):
+    with pytest.raises(ConfigError, match="no problem to list: D=520 has no tuned"):
         problems(model, [1], [64], ops=("attention",))
     with pytest.raises(ConfigError, match="model_type=bert does not decode"):
         problems(model_of(BERT), [1], [64], decode=True)

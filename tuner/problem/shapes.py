@@ -67,7 +67,7 @@ class Listed:
         """
         if not self.calls:
             reasons = "; ".join(self.left_out) or "the model has none of these operations"
-            raise ConfigError(f"there is no problem to list: {reasons}")
+            raise ConfigError(f"no problem to list: {reasons}")
         return self
 
 
