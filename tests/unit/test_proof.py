@@ -29,6 +29,7 @@ from tuner.selection import kernels
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.kernels import Lists, path_of, targets, update, users
 from tuner.selection.portfolio import shipped
+from tuner.tuning import proof as proofs
 from tuner.tuning.proof import MAX_STACK_BYTES, Prover, adopt, carry, export, plan
 
 NVCC = "13.0.88"
@@ -706,10 +707,14 @@ class TestCommand:
         said = capsys.readouterr().err
         assert "3 of 3 kernels proven" in said and str(torn) in said
 
-    def test_no_proof_has_no_problems(self, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuner.tuning.proof.trials", lambda *about: [])
-        Prover(DEFAULT_GPU, "580.1", [Worker()], problems=0).run(plan(built, TARGETS))
-        assert not any(is_proven for is_proven, _ in verdicts(built))
+    @pytest.mark.parametrize("problems", [0, 1])
+    def test_a_proof_has_a_problem(
+        self, built: Path, monkeypatch: pytest.MonkeyPatch, problems: int
+    ) -> None:
+        drawn = proofs.trials
+        monkeypatch.setattr(proofs, "trials", lambda *about: drawn(*about)[:problems])
+        Prover(DEFAULT_GPU, "580.1", [Worker()], problems=problems).run(plan(built, TARGETS))
+        assert {is_proven for is_proven, _ in verdicts(built)} == {problems > 0}
 
     def test_processes(self, built: Path, worker: Worker) -> None:
         assert main(["prove", "--processes", "3"]) == 0
