@@ -2,10 +2,12 @@
 
 Problems are drawn from models that made no selection (`tuner_problems`). Each choice is timed
 beside every built kernel of every family in one interleaved pass (`tuner_truth`).
-``docs/pages/figures.md`` defines the figures. ``untuned`` judges what a call gets without tuning.
-``quick`` and ``full`` sweep each problem first, by ``tuner sweep`` into an empty store. Rows of two
-runs of one preset show flips and fidelity: ``--table FIRST SECOND``. ``rivals`` replays recorded
-sweeps by other tuners (`tuner_rivals`).
+``docs/pages/figures.md`` defines the figures.
+
+``untuned`` judges what a call gets without tuning. ``quick`` and ``full`` sweep each problem first,
+by ``tuner sweep`` into an empty store. Rows of two runs of one preset show flips and fidelity:
+``--table FIRST SECOND``. ``kernels`` times what is built at problems of the models that selections
+are made from. ``rivals`` replays recorded sweeps by other tuners (`tuner_rivals`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +40,11 @@ from tuner.selection.reader import find_gpu
 SWEEP_S = 1500.0
 
 
-def cases(args: Namespace) -> list[Judged]:
-    """The seed's problems, or those of ``--file``."""
+def cases(args: Namespace, models: str = "held-out") -> list[Judged]:
+    """The seed's problems of some models, or those of ``--file``."""
     if args.file is not None:
         return tuner_problems.of_file(args.file)
-    return tuner_problems.drawn(args.seed, args.problems)
+    return tuner_problems.drawn(args.seed, args.problems, models)
 
 
 def seeded(args: Namespace) -> list[Judged]:
@@ -59,6 +62,11 @@ def compile_untuned(args: Namespace) -> None:
 def untuned(case: Judged, _: Namespace) -> Row:
     """The untuned call beside all built kernels."""
     return tuner_truth.untuned(case)
+
+
+def surveyed(case: Judged, _: Namespace) -> Row:
+    """All built kernels of a problem."""
+    return tuner_truth.surveyed(case)
 
 
 def products(args: Namespace) -> list[Judged]:
@@ -167,6 +175,18 @@ BENCH = Bench(
         "untuned": UNTUNED,
         "quick": _swept("quick", "winners of sweeps with the default effort"),
         "full": _swept("full", "winners of sweeps with --effort full"),
+        "kernels": Preset(
+            "every built kernel at other models' problems, for fits",
+            *(
+                partial(cases, models="making"),
+                surveyed,
+                tuner_figures.survey_line,
+                tuner_figures.survey_table,
+            ),
+            limit_s=60.0,
+            smoke=_SMOKE,
+            listing=listing,
+        ),
         "inductor": Preset(
             "products beside torch.compile with max-autotune",
             *(products, compiled, tuner_figures.inductor_line, tuner_figures.inductor_table),

@@ -31,7 +31,8 @@ HEAD = (
 
 
 def regret(row: Row, counts: Callable[[str], bool] = is_truth) -> float | None:
-    """The choice's time over the shortest, less 1; None without a time.
+    """The choice's time over the shortest, less 1; None without a time. A call as served has a
+    twin, the same kernel once more, and counts by the mean of both.
 
     Args:
         row: row of a problem.
@@ -41,7 +42,10 @@ def regret(row: Row, counts: Callable[[str], bool] = is_truth) -> float | None:
     name = row.get("judged", rows.TUNER)
     if name not in us:
         return None
-    return us[name] / min(time for other, time in us.items() if counts(other)) - 1
+    twins = {rows.TUNER, _name(row)} if name == rows.TUNER and "choice" in row else {name}
+    chosen = statistics.fmean(us[twin] for twin in twins & us.keys())
+    others = (time for other, time in us.items() if counts(other) and other not in twins)
+    return chosen / min(chosen, *others) - 1
 
 
 def over_everything(row: Row) -> float | None:
@@ -116,6 +120,29 @@ def table(measured: Sequence[Row]) -> list[str]:
     worst = [f"- {regret(row) or 0:.1%} {row['case']}: {_fastest(row)}" for row in ranked]
     lost = [f"- lost: {row['case']}: {row['lost']}" for row in measured if "lost" in row]
     return [*rows.markdown(lines), "", *worst, *lost]
+
+
+def first_over_fastest(row: Row) -> float | None:
+    """Time of the own kernel that the selection ranks first over the fastest own one, less 1."""
+    own = {name: us for name, us in row.get("us", {}).items() if name in row["configs"]}
+    return own[row["first"]] / min(own.values()) - 1 if row["first"] in own else None
+
+
+def survey_line(row: Row) -> str:
+    """How many kernels a problem has, and by what part the first one is slower."""
+    value = first_over_fastest(row)
+    shown = "not built" if value is None else f"{value:.1%} over the fastest"
+    return f"{row['case']}: the first of {row['kernels']} {shown}"
+
+
+def survey_table(measured: Sequence[Row]) -> list[str]:
+    """By kind, how far the first kernels are from the fastest own ones."""
+    lines: list[Sequence[str]] = [("kind", "problems", "kernels", "over the fastest", "worst")]
+    for kind in dict.fromkeys(row["group"] for row in measured):
+        mine = [row for row in measured if row["group"] == kind and "us" in row]
+        over = rows.values(mine, first_over_fastest)
+        lines.append((kind, str(len(mine)), _mean(mine, "kernels"), *_mean_and_worst(over)))
+    return rows.markdown(lines)
 
 
 def inductor_line(row: Row) -> str:

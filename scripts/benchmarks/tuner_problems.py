@@ -29,8 +29,9 @@ TURNS = (
     *(PROMPTS, DECODING, PRODUCTS, EXPERTS),
 )
 """Kinds of eight problems after each other: any number of problems has them in these shares."""
-COUNT, CALLS = 40, 400
-"""Problems of the list, and calls of models that they are taken from."""
+COUNT, CALLS, CALLS_OF_ONE = 40, 400, 10
+"""Problems of the list, and calls of models that they are taken from: so many at least, and so many
+a problem."""
 MAX_FLOPS, MAX_BYTES = 3e11, 1 << 29
 """Largest problems: longer calls cost the GPU's time, and choices among them differ less."""
 MAX_ROWS = 4096
@@ -65,22 +66,28 @@ class Judged:
         return Plain(self.problem)
 
 
-def drawn(seed: str, count: int = COUNT) -> list[Judged]:
+def drawn(seed: str, count: int = COUNT, names: str = "held-out") -> list[Judged]:
     """The first problems of a seed; a smaller count gives a prefix.
+
+    Args:
+        seed: any text.
+        count: problems.
+        names: models as of `subset`. Experts are of held-out models only.
 
     Raises:
         ConfigError: when the models have fewer.
     """
-    models = subset("held-out")
-    called = _called(seed, models)
-    scaled = (_block_scaled(Chance(f"{seed} scaled", i), models) for i in range(CALLS))
-    experts = (_experts(Chance(f"{seed} experts", i)) for i in range(CALLS))
+    models, calls = subset(names), max(CALLS, CALLS_OF_ONE * count)
+    called = _called(seed, models, calls)
+    scaled = (_block_scaled(Chance(f"{seed} scaled", i), models) for i in range(calls))
+    experts = (_experts(Chance(f"{seed} experts", i)) for i in range(calls))
     kinds = {
         **{kind: iter(problems) for kind, problems in called.items()},
         **{BLOCK_SCALED: _distinct(scaled), EXPERTS: _distinct(experts)},
     }
+    turns = [kind for kind in TURNS if kind != EXPERTS or names == "held-out"]
     problems = []
-    for kind in islice(cycle(TURNS), count):
+    for kind in islice(cycle(turns), count):
         problem = next(kinds[kind], None)
         if problem is None:
             raise ConfigError(f"--problems {count}: the models have fewer {kind}")
@@ -130,10 +137,10 @@ def _near(size: int) -> list[int]:
     return [size - step, size + step] if size > step else [size + step]
 
 
-def _called(seed: str, models: Sequence[PublicModel]) -> dict[str, list[Problem]]:
+def _called(seed: str, models: Sequence[PublicModel], count: int) -> dict[str, list[Problem]]:
     """Problems of the models' calls without a mask's tensor, by kind."""
     problems: dict[str, dict[Problem, None]] = {PROMPTS: {}, DECODING: {}, PRODUCTS: {}}
-    for call in draw(seed, CALLS, models):
+    for call in draw(seed, count, models):
         if call.mask or not _is_small(call.problem):
             continue
         try:

@@ -12,6 +12,9 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from benchmarks import rows
@@ -38,7 +41,7 @@ MAX_FINALISTS = 8
 """Most kernels that need no first pass."""
 MAX_KERNELS, MAX_ESTIMATE = 20, 2.5
 """Kernels of a problem that are timed, and their longest estimate over the shortest."""
-FIRST_US, FINAL_US = 3e4, 3e5
+FIRST_US, SURVEYED_US, FINAL_US = 3e4, 1e5, 3e5
 """Microseconds of all rounds of a pass, if these are more than the fewest."""
 RANKED = 3
 """Own kernels of a selection that are compiled for a run."""
@@ -84,22 +87,29 @@ def wanted(case: Judged, gpu: Gpu) -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     for place in (case, *neighbours(case)):
         selection = selection_of(place.problem, gpu)
-        if selection is not None:
-            ranked = selection.own() if isinstance(selection, RuleSelection) else selection.ranked()
-            count = RANKED if place is case else 1
-            for _, (_, config) in zip(range(count), ranked, strict=False):
-                specs |= dict.fromkeys(kernels_of(place.problem, config).values())
+        for config in ranked(selection, RANKED if place is case else 1):
+            specs |= dict.fromkeys(kernels_of(place.problem, config).values())
     return list(specs)
 
 
-def _built_keys() -> frozenset[str]:
+def ranked(selection: Selection | RuleSelection | None, count: int) -> list[Config]:
+    """The own kernels that a selection ranks first."""
+    if selection is None:
+        return []
+    every = selection.own() if isinstance(selection, RuleSelection) else selection.ranked()
+    return [config for _, config in islice(every, count)]
+
+
+def _built_keys() -> frozenset[str | None]:
     """Keys of the specs whose kernels lie in the cache, also those of other versions."""
-    keys = set[str]()
-    for path in settings.artifacts_dir().glob("*/meta.json"):
-        facts = document.parse(path.read_bytes())["facts"]
-        if "variables" in facts:
-            keys.add(KernelSpec(facts["template"], facts["variables"]).key)
-    return frozenset(keys)
+    return frozenset(map(_key_of, settings.artifacts_dir().glob("*/meta.json")))
+
+
+@cache
+def _key_of(meta: Path) -> str | None:
+    """Key of an artifact's spec; None of a library without one."""
+    facts = document.parse(meta.read_bytes())["facts"]
+    return KernelSpec(facts["template"], facts["variables"]).key if "variables" in facts else None
 
 
 def built(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -133,6 +143,20 @@ def _portfolios(problem: Problem, family: Family, gpu: Gpu) -> Iterable[Config]:
     (mine,) = (one for one in serving(shipped(), gpu) if one.op == problem.op)
     groups = pool.of_portfolio(problem, gpu, mine, is_whole=True)
     return [config for group in groups for config in group if config.family == family.name]
+
+
+def surveyed(case: Judged) -> Row:
+    """All built kernels of a problem and PyTorch's in one pass. The row has the kernels' configs,
+    and the name of the own one that the selection ranks first.
+    """
+    from tuner.runtime.call import devices
+
+    gpu = devices.gpu_of(0)
+    first = ranked(selection_of(case.problem, gpu), RANKED)
+    configs = list(dict.fromkeys([*first, *built(case.problem, gpu)]))
+    row = timed(case, configs, SURVEYED_US)
+    named = {own_name(config): config.to_json() for config in configs}
+    return {**row, "configs": named, "kernels": len(configs), "first": next(iter(named), None)}
 
 
 def own_calls(

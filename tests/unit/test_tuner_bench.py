@@ -62,10 +62,27 @@ def test_neighbours_differ_in_keys_or_rows() -> None:
 def test_regret_counts_what_the_tuner_may_answer_with() -> None:
     us = named(pytorch=10.0, tuner=8.4, own=8.5, other=8.0, flash3=7.0, control=1.0)
     us["tuner enabled"] = 2.0
-    assert tuner_figures.regret(row(us)) == pytest.approx(8.4 / 8.0 - 1)
-    assert tuner_figures.over_everything(row(us)) == pytest.approx(8.4 / 7.0 - 1)
+    assert tuner_figures.regret(row(us)) == pytest.approx(8.45 / 8.0 - 1), "the twins' mean"
+    assert tuner_figures.over_everything(row(us)) == pytest.approx(8.45 / 7.0 - 1)
+    assert tuner_figures.regret(row(named(tuner=8.0, own=8.4, pytorch=8.3))) == 0.0
     assert tuner_figures.regret(row(us, judged="pytorch")) == pytest.approx(0.25)
     assert tuner_figures.regret(row({"pytorch": 1.0})) is None
+
+
+def test_a_survey_says_how_far_the_first_kernel_is_from_the_fastest() -> None:
+    us = named(pytorch=5.0, own=8.8, other=8.0)
+    configs = {tuner_truth.own_name(one): one.to_json() for one in (OWN, OTHER)}
+    facts = {"configs": configs, "first": tuner_truth.own_name(OWN), "kernels": 2}
+    rows = [row(us, **facts), row(named(other=8.0), **facts)]
+    assert tuner_figures.first_over_fastest(rows[0]) == pytest.approx(0.1)
+    assert tuner_figures.survey_line(rows[1]) == "one: the first of 2 not built"
+    assert tuner_figures.survey_table(rows)[-1] == f"| {PROMPTS} | 2 | 2 | 10.0% | 10.0% |"
+
+
+def test_a_survey_is_of_other_models_without_experts() -> None:
+    judged, surveyed = (tuner_problems.drawn("a", 40, names) for names in ("held-out", "making"))
+    assert EXPERTS not in {case.group for case in surveyed}
+    assert not {case.problem for case in judged} & {case.problem for case in surveyed}
 
 
 def test_transfer_is_the_chosen_kernel_at_neighbours() -> None:
@@ -242,6 +259,9 @@ def test_a_choice_is_timed_beside_built_kernels_here_and_near(
     with on_the_cpu():
         row = tuner_truth.untuned(Judged(kind, problem))
     assert set(row["first_us"]) == own and row["kernels"] == 3, "a first pass has all of them"
+    with on_the_cpu():
+        row = tuner_truth.surveyed(Judged(kind, problem))
+    assert own | {row["first"]} <= set(row["configs"]) <= set(row["us"])
 
 
 def test_problems_of_a_file_are_of_their_kinds(tmp_path: Path) -> None:
