@@ -94,7 +94,7 @@ def time_calls(
     alone = {count: _captured(before, None, count, copies) for _, count in graphs.values()}
     evict = _evicting() if copies > 1 else _nothing
     every = [*(graph for graph, _ in graphs.values()), *alone.values()]
-    replays = [partial(_replayed, graph, evict) for graph in every]
+    replays = [partial(replayed, graph, evict) for graph in every]
     one_round = sum(replay() for replay in replays)  # the first replay of each
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(budget_us / max(one_round, 1.0))))
     medians = dict(
@@ -292,7 +292,7 @@ def _nothing() -> None:
     """Warm tensors stay in the L2."""
 
 
-def _replayed(graph: Any, evict: Callable[[], Any]) -> float:
+def replayed(graph: Any, evict: Callable[[], Any] = _nothing) -> float:
     """Microseconds of one replay, behind what `evict` enqueues."""
     import torch
 

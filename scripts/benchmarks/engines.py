@@ -6,9 +6,13 @@ start together; each run asks all of them in a shuffled order, while the others 
 Tokens are greedy and compared with those of the engine's own attention. With random weights the
 logits lie close together, and two correct kernels part at some token.
 
-- ``vllm``: vLLM's offline engine with its own attention and with the plug-in, in ``tuner few`` for
-  decoding only. In ``vllm mode`` and ``tuner mode`` results do not depend on the batch. The cache's
-  bytes are the same for all.
+- ``vllm``: vLLM's offline engine by its own kernels (``vllm``), with the plug-in's attention
+  (``tuner``), and with its linear layers too (``tuner all``). In ``vllm mode`` and ``tuner mode``
+  results must not depend on the batch: a request's bits are compared alone and among 127 others.
+  The cache's bytes are the same for all.
+- ``sglang``: SGLang's model runner in the same ways, without its scheduler and server. Tokens that
+  part from its own are told with the gap between the two largest logits there: zero is a tie.
+- ``attention``: SGLang's attention of a captured step alone.
 - ``batching``: Transformers' continuous batching. FlashAttention and the tuner have CUDA graphs and
   asynchronous steps there, `sdpa` has neither.
 """
@@ -19,6 +23,8 @@ import importlib.util
 import itertools
 import random
 import statistics
+import subprocess
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,23 +32,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks import engines_servers
+from benchmarks import engines_attention, engines_child
 from benchmarks.child import Worker
+from benchmarks.engines_child import ANSWERS, RUN, START, Server
 from benchmarks.engines_servers import (
-    FEW,
+    ALL,
     TUNER_MODE,
+    VLLM,
     VLLM_MODE,
     Batching,
     Load,
-    Server,
     Vllm,
+    model_folder,
 )
+from benchmarks.engines_sglang import SGLANG, Sglang, parting
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.rows import TUNER, markdown
+from tuner.base.processes import python_command, python_environment
 from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.hardware import DEFAULT_GPU
 
-VLLM, SDPA = "vllm", "sdpa"
+SDPA = "sdpa"
 BATCHING = {
     SDPA: "torch",
     TUNER: "torch",
@@ -50,9 +61,11 @@ BATCHING = {
     "flash_attention_2": "flash_attn",
 }
 """Attention of Transformers, and the module that it needs."""
+BUILDS = (VLLM, "0"), (VLLM, "1"), (SGLANG, "0")
+"""Engines whose kernels are built, and ``TUNER_BATCH_INVARIANT``."""
 LIMIT_S, WHOLE_S = 240.0, 3600.0
 """Seconds for the start of an engine and for each of its runs; for all of a model's."""
-FIGURES = ("first_token_ms", "token_ms", "requests_per_s", "tokens_per_s")
+FIGURES = ("first_token_ms", "token_ms", "graph_ms", "requests_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -81,13 +94,22 @@ def models(_: Namespace) -> list[Served]:
 
 
 def measure_vllm(case: Served, args: Namespace) -> Row:
-    """Runs of vLLM's engine by each attention."""
+    """Runs of vLLM's engine by its own kernels and the plug-in's."""
     _check("vllm")
     load = case.load(args, "1,16,128")
     options = args.compile, args.cache
-    compared = VLLM, TUNER, FEW, VLLM_MODE, TUNER_MODE
-    ways = [way for way in args.ways or (VLLM, TUNER) if way in compared]
-    return in_turns({way: Vllm(way, load, *options) for way in ways}, args.runs)
+    compared = VLLM, TUNER, ALL, VLLM_MODE, TUNER_MODE
+    ways = [way for way in args.ways or compared if way in compared]
+    return in_turns({way: Vllm(way, load, *options) for way in ways}, args)
+
+
+def measure_sglang(case: Served, args: Namespace) -> Row:
+    """Runs of SGLang's model runner by its own kernels and the plug-in's."""
+    _check("sglang")
+    load = case.load(args, "1,16,64")
+    compared = SGLANG, TUNER, ALL
+    ways = [way for way in args.ways or compared if way in compared]
+    return in_turns({way: Sglang(way, load) for way in ways}, args)
 
 
 def measure_batching(case: Served, args: Namespace) -> Row:
@@ -96,7 +118,7 @@ def measure_batching(case: Served, args: Namespace) -> Row:
     load = case.load(args, "32")
     ways = [way for way in args.ways or BATCHING if way in BATCHING]
     absent = {way: f"{BATCHING[way]} is not installed" for way in ways if is_absent(way)}
-    row = in_turns({way: Batching(way, load) for way in ways if way not in absent}, args.runs)
+    row = in_turns({way: Batching(way, load) for way in ways if way not in absent}, args)
     row["failed"] |= absent
     return row
 
@@ -121,37 +143,45 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def in_turns(servers: Mapping[str, Server], runs: int) -> Row:
+def in_turns(servers: Mapping[str, Server], args: Namespace) -> Row:
     """Start all engines together, then have each run ask every one of them in a shuffled order.
 
-    The end of their processes frees the caches' memory.
+    Each tells its answers first. The end of their processes frees the caches' memory.
 
     Args:
         servers: engines by the name of their way.
-        runs: number of runs.
+        args: number of runs, and the seconds after which no further engine is asked.
     """
+    end = time.monotonic() + args.seconds
     with ExitStack() as stack:
         workers = {
-            way: stack.enter_context(Worker(engines_servers.command_of(server), LIMIT_S))
+            way: stack.enter_context(Worker(engines_child.command_of(server), LIMIT_S))
             for way, server in servers.items()
         }
         pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
-        started = dict(zip(workers, pool.map(lambda of: of.ask(0), workers.values()), strict=True))
+        asked = pool.map(lambda of: of.ask(START), workers.values())
+        started = dict(zip(workers, asked, strict=True))
         failed = {way: facts["lost"] for way, facts in started.items() if "lost" in facts}
-        answers: dict[str, list[Row]] = {way: [] for way in workers if way not in failed}
-        for run in range(1, runs + 1):
-            order = sorted(answers.keys() - failed.keys())
+        runs: dict[str, list[Row]] = {way: [] for way in workers if way not in failed}
+        answers: dict[str, Row] = {}
+        for run in range(args.runs + 1):
+            order = sorted(runs.keys() - failed.keys())
             random.Random(run).shuffle(order)
             for way in order:
-                answer = workers[way].ask(run)
+                if time.monotonic() > end:
+                    break
+                answer = workers[way].ask(RUN if run else ANSWERS)
                 if "lost" in answer:
                     failed[way] = answer["lost"]
+                elif run:
+                    runs[way].append(answer)
                 else:
-                    answers[way].append(answer)
+                    answers[way] = answer
     return {
-        "figures": {way: _medians(of) for way, of in answers.items() if of},
-        "engines": {way: started[way] for way in answers},
-        "runs": {way: of for way, of in answers.items() if of},
+        "figures": {way: _medians(of) for way, of in runs.items() if of},
+        "engines": {way: started[way] for way in runs},
+        "answers": answers,
+        "runs": {way: of for way, of in runs.items() if of},
         "failed": failed,
     }
 
@@ -215,47 +245,86 @@ def _figures(row: Row) -> Iterator[tuple[str, str, str, Sequence[float]]]:
 
 def _said(row: Row) -> Iterator[str]:
     """Answers, memory and share of the engine's own tokens, by way."""
-    runs = row.get("runs", {})
-    for way, of in runs.items():
-        last, own = of[-1], next(iter(runs.values()))[0]
-        refused = [f"{count} {why}" for why, count in last.get("refused", {}).items()]
-        memory = f", {last['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in last else ""
-        same = [
-            f"{same_share(served['tokens'], own['concurrency'][count]['tokens']):.1%} of {count}"
-            for count, served in last["concurrency"].items()
-            if "tokens" in served
-        ]
-        yield (
-            f"- {row['case']}, {way}: {row['engines'][way]['attention']}{memory}; "
-            f"{last.get('hits', 0)} hits, refused: {'; '.join(refused) or 'none'}; "
-            f"own tokens: {', '.join(same) or 'not compared'}"
-        )
+    runs, answers = row.get("runs", {}), row.get("answers", {})
+    for way, facts in row.get("engines", {}).items():
+        last = runs[way][-1] if way in runs else {}
+        parts = [f"{facts['attention']}, ready in {facts['ready_s']:.0f} s"]
+        if "memory_bytes" in last:
+            parts.append(f"{last['memory_bytes'] / 2**30:.1f} GiB")
+        for name, stats in (("start", facts), ("answers", answers.get(way, {})), ("run", last)):
+            refused = [f"{count} {why}" for why, count in stats.get("refused", {}).items()]
+            hits = f"{name}: {stats.get('hits', 0)} hits"
+            parts.append(f"{hits}, refused: {'; '.join(refused)}" if refused else hits)
+        parts += _compared(way, runs, answers)
+        yield f"- {row['case']}, {way}: {'. '.join(parts)}"
     yield from (f"- {row['case']}, {way}: {why}" for way, why in row.get("failed", {}).items())
+
+
+def _compared(
+    way: str, runs: Mapping[str, Sequence[Row]], answers: Mapping[str, Row]
+) -> Iterator[str]:
+    """What a way's tokens have in common with those of the engine's own kernels."""
+    first = next(iter(answers), way)
+    told, own = (answers.get(name, {}) for name in (way, first))
+    if "same" in told:
+        same = [f"{name} {'equal' if is_so else 'differs'}" for name, is_so in told["same"].items()]
+        yield f"bits of a request: {', '.join(same)}"
+    for count, of_way in told.get("told", {}).items() if way != first else ():
+        requests, widest = parting(of_way, own["told"][count])
+        yield f"{requests} of {count} requests part, gaps up to {widest:.3g}"
+    if way in runs:
+        last, base = runs[way][-1]["concurrency"], next(iter(runs.values()))[0]["concurrency"]
+        for count, served in last.items():
+            if "tokens" in served:
+                share = same_share(served["tokens"], base[count]["tokens"])
+                yield f"own tokens: {share:.1%} of {count}"
+
+
+def compile_models(_: Namespace) -> None:
+    """Build the kernels that answer both models' calls, also those of the batch-invariant mode."""
+    for (engine, mode), model in itertools.product(BUILDS, ("8b", "1b")):
+        with model_folder(model) as folder:
+            arguments = ("build", "--model", f"{folder}/config.json", "--engine", engine)
+            subprocess.run(
+                python_command("-m", "tuner", *arguments, "--gpu", DEFAULT_GPU.name),
+                env={**python_environment(), "TUNER_BATCH_INVARIANT": mode},
+                check=True,
+            )
 
 
 def _options(parser: Parser) -> None:
     add = parser.add_argument
-    ways = (VLLM, FEW, VLLM_MODE, TUNER_MODE, *BATCHING)
-    add("--ways", nargs="+", choices=ways, help="attentions (default: the preset's)")
-    add("--requests", metavar="N,N", help="at once (default 1,16,128; batching 32)")
+    ways = dict.fromkeys((VLLM, SGLANG, TUNER, ALL, VLLM_MODE, TUNER_MODE, *BATCHING))
+    add("--ways", nargs="+", choices=tuple(ways), help="ways (default: the preset's)")
+    add("--requests", metavar="N,N", help="at once (1,16,128; sglang 1,16,64; batching 32)")
     add("--prompt", type=int, default=1024, help="tokens of a prompt, of batching's longest")
     add("--new", type=int, default=128, help="tokens that each request generates")
     add("--runs", type=int, default=5, help="runs of each engine")
+    add("--seconds", type=float, default=WHOLE_S, help="no engine of a model is asked after these")
     add("--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs")
     add("--cache", choices=("auto", "fp8"), default="auto", help="elements of vLLM's cache")
 
 
 SMALL = Served("tiny", "3", (32, 4))
 _PRESETS = {
-    "vllm": ("vLLM's offline engine, with its own attention and the plug-in", measure_vllm),
+    "vllm": ("vLLM's offline engine by its own kernels and the plug-in's", measure_vllm),
     "batching": ("Transformers' continuous batching", measure_batching),
+    "sglang": ("SGLang's model runner by its own kernels and the plug-in's", measure_sglang),
 }
 BENCH = Bench(
     "engines",
     __doc__,
     {
-        name: Preset(text, models, measure, line, table, WHOLE_S, SMALL)
-        for name, (text, measure) in _PRESETS.items()
+        **{
+            name: Preset(text, models, measure, line, table, WHOLE_S, SMALL, compile=compile_models)
+            for name, (text, measure) in _PRESETS.items()
+        },
+        "attention": Preset(
+            "SGLang's attention of a captured step alone",
+            engines_attention.decodings,
+            engines_attention.measure,
+            smoke=engines_attention.Decoding(64, 3),
+        ),
     },
     _options,
 )

@@ -1,8 +1,4 @@
-"""Engines for ``scripts/bench engines``, each in a process of its own: a program of one argument.
-
-The argument is JSON: a class of `SERVERS` by ``name`` and its fields. The first question starts the
-engine, each other one is a run.
-"""
+"""vLLM's engine and Transformers' manager for ``scripts/bench engines``, and their requests."""
 
 from __future__ import annotations
 
@@ -10,18 +6,15 @@ import importlib
 import json
 import os
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
-from tuner.base.processes import python_command
 from tuner.errors import BenchmarkError
 
 #: Sizes and layers of a model card's config.json; `tiny` is for trying this out.
@@ -30,8 +23,10 @@ MODELS: dict[str, tuple[Sizes, int]] = {
     "8b": (LLAMA_3_8B, 32),
     "tiny": (Sizes(64, 4, 2, 16, 96, 512), 2),
 }
-#: vLLM in one process, without a network.
+#: Engines in one process, without a network; their weights are drawn, and nothing is built beside.
 ENVIRONMENT = {
+    "TUNER_BUILD_ON_MISS": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -39,10 +34,16 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-FEW, FEW_QUERIES = "tuner few", "16"
-"""A way of vLLM whose plug-in answers decoding only, and its ``TUNER_VLLM_QUERIES``."""
+VLLM = "vllm"
+ALL = "tuner all"
+"""A way whose attention and linear layers are the tuner's; in the way ``tuner`` attention is."""
 VLLM_MODE, TUNER_MODE = "vllm mode", "tuner mode"
-"""Ways of vLLM in its batch-invariant mode: by its own kernels, or by the plug-in's."""
+"""Ways of vLLM in its batch-invariant mode: by its own kernels, or by attention and linear layers
+of the plug-in.
+"""
+OTHERS, OTHERS_TOKENS = 127, (5, 700)
+"""Requests beside the one whose bits are compared, and the tokens of the shortest and longest."""
+LOGPROBS = 5
 PROMPTS, PROMPT = 4, 2048
 """Prompts of the pass that measures them, and their tokens."""
 WARM_TOKENS = 16
@@ -75,6 +76,54 @@ def config_of(model: str, **more: Any) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         **more,
     }
+
+
+def draw_weights(model: Any) -> int:
+    """Draw weights whose rows have sums about one, the same in every process.
+
+    Args:
+        model: a module on a GPU.
+    """
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            deviation = parameter.shape[-1] ** -0.5
+            parameter.data.normal_(0.0, deviation, generator=generator)
+        else:
+            parameter.data.fill_(1.0)
+    return 0
+
+
+def environment() -> None:
+    """Set the variables of `ENVIRONMENT` that are not set."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def model_folder(model: str) -> Iterator[str]:
+    """A folder with a model card's config.json.
+
+    Args:
+        model: one of `MODELS`.
+    """
+    config = config_of(
+        model,
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        dtype="bfloat16",
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        yield folder
 
 
 def stats_of() -> dict[str, Any]:
@@ -111,10 +160,10 @@ class Load:
 
 @dataclass
 class Vllm:
-    """vLLM's offline engine with dummy weights, greedy tokens, and graphs of decoding only.
+    """vLLM's offline engine with drawn weights, greedy tokens, and graphs of decoding only.
 
     Args:
-        way: ``vllm`` and `VLLM_MODE` are its own attention, others the plug-in.
+        way: ``vllm`` and `VLLM_MODE` are its own kernels, others the plug-in's.
         load: requests.
         is_default: vLLM's own compilation: torch.compile, piecewise graphs.
         cache: elements of its cache.
@@ -130,10 +179,7 @@ class Vllm:
 
     def start(self) -> dict[str, Any]:
         """Start the engine; facts of it."""
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        if self.way == FEW:
-            os.environ["TUNER_VLLM_QUERIES"] = FEW_QUERIES
+        environment()
         if self.way in (VLLM_MODE, TUNER_MODE):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         import vllm
@@ -141,23 +187,20 @@ class Vllm:
         from tuner.runtime.engines.vllm import register
 
         options = self.options()
-        if self.way not in ("vllm", VLLM_MODE):
+        if self.way not in (VLLM, VLLM_MODE):
             register()  # as the entry point does where the package is installed
             options["attention_backend"] = "CUSTOM"
-        if self.way == TUNER_MODE:
+        if self.way in (ALL, TUNER_MODE):
             options["quantization"] = "tuner"
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            config = config_of(
-                self.load.model, architectures=["LlamaForCausalLM"], model_type="llama",
-                dtype="bfloat16", bos_token_id=1, eos_token_id=2,
-            )  # fmt: skip
-            Path(folder, "config.json").write_text(json.dumps(config))
+        with model_folder(self.load.model) as folder:
             self._llm = vllm.LLM(folder, **options)
+        ready_s = round(time.perf_counter() - start, 1)
+        self._llm.apply_model(draw_weights)
         layers = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
         kinds = {type(one.impl).__qualname__ for one in layers.values() if hasattr(one, "impl")}
         facts = {"version": str(vllm.__version__), "attention": ", ".join(sorted(kinds))}
-        return {**facts, "ready_s": round(time.perf_counter() - start, 1), **stats_of()}
+        return {**facts, "ready_s": ready_s, **stats_of()}
 
     def options(self) -> dict[str, Any]:
         """Arguments of ``LLM``, the same for all ways. The cache holds what the requests need, and
@@ -177,7 +220,7 @@ class Vllm:
             "gpu_memory_utilization": 0.01,  # of no meaning where the cache's bytes are given
             "kv_cache_memory_bytes": tokens * 4 * layers * sizes.heads_kv * sizes.head_dim,
             "kv_cache_dtype": self.cache,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": True,
             "generation_config": "vllm",
             "disable_log_stats": True,
             "seed": 0,
@@ -204,6 +247,23 @@ class Vllm:
             "concurrency": served, "memory_bytes": torch.cuda.max_memory_reserved(), **stats_of()
         }  # fmt: skip
 
+    def answers(self) -> dict[str, Any]:
+        """In the batch-invariant mode: whether a request has the tokens and log-probabilities that
+        it has alone, among others and with its prompt in the cache.
+        """
+        if self.way not in (VLLM_MODE, TUNER_MODE):
+            return {}
+        draw, new = random.Random(0), self.load.new
+        (mine,) = self.load.prompts(1, self.load.prompt, 2)
+        others = [self.load.prompts(1, draw.randint(*OTHERS_TOKENS), i)[0] for i in range(OTHERS)]
+        _, (alone,) = self._asked([mine], new, LOGPROBS)
+        same = {"cached": self._asked([mine], new, LOGPROBS, is_cold=False)[1] == [alone]}
+        for name, place in (("first", 0), ("amidst", OTHERS // 2), ("last", OTHERS)):
+            batch = [*others[:place], mine, *others[place:]]
+            _, outputs = self._asked(batch, new, LOGPROBS, is_cold=name != "amidst")
+            same[name] = outputs[place] == alone
+        return {"same": same, **stats_of()}
+
     def _served(self, count: int) -> dict[str, Any]:
         load = self.load
         self._generate(count, self._warm or load.prompt, 2, 0)
@@ -220,19 +280,42 @@ class Vllm:
         self, count: int, length: int, new: int, seed: int
     ) -> tuple[float, list[list[int]]]:
         """Seconds until all requests have their new tokens, and these."""
-        import vllm
-
-        prompts = [{"prompt_token_ids": one} for one in self.load.prompts(count, length, seed)]
-        params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
-        )
-        start = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        took = time.perf_counter() - start
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        took, outputs = self._asked(self.load.prompts(count, length, seed), new)
+        tokens = [of_one for of_one, _ in outputs]
         if [len(of_one) for of_one in tokens] != [new] * count:
             raise BenchmarkError(f"the engine did not give {count} x {new} tokens")
         return took, tokens
+
+    def _asked(
+        self, prompts: list[list[int]], new: int, logprobs: int | None = None, is_cold: bool = True
+    ) -> tuple[float, list[Any]]:
+        """Seconds until all requests are answered; tokens and log-probabilities of each.
+
+        Args:
+            prompts: tokens of each request's prompt.
+            new: new tokens of each request.
+            logprobs: tokens whose log-probabilities are told; None: none.
+            is_cold: True if no prompt is in the cache before.
+        """
+        import vllm
+
+        if is_cold:
+            self._llm.reset_prefix_cache()
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        took = time.perf_counter() - start
+        firsts = [output.outputs[0] for output in outputs]
+        told = [
+            [{token: of.logprob for token, of in step.items()} for step in first.logprobs]
+            if logprobs
+            else []
+            for first in firsts
+        ]
+        return took, list(zip([list(first.token_ids) for first in firsts], told, strict=True))
 
 
 @dataclass
@@ -299,6 +382,10 @@ class Batching:
         served = {**rates, "tokens": tokens}
         return {"seconds": took, "concurrency": {str(len(names)): served}, **stats_of()}
 
+    def answers(self) -> dict[str, Any]:
+        """Nothing: each run tells its tokens."""
+        return {}
+
     def _config(self) -> Any:
         """A cache of as many pages as all requests fill together, and the engine's defaults."""
         import transformers
@@ -339,26 +426,3 @@ def llama(model: str, way: str, cache: str = "paged|") -> Any:
             attn_implementation=name,
         )
     return made.eval()
-
-
-Server = Vllm | Batching
-SERVERS: dict[str, Callable[..., Server]] = {"Vllm": Vllm, "Batching": Batching}
-
-
-def command_of(server: Server) -> list[str]:
-    """Command of a process that is this engine."""
-    fields = {name: value for name, value in vars(server).items() if not name.startswith("_")}
-    spec = {**fields, "name": type(server).__name__, "load": asdict(server.load)}
-    return python_command("-m", "benchmarks.engines_servers", json.dumps(spec))
-
-
-def asked(text: str) -> Callable[[int], dict[str, Any]]:
-    """The function that answers the indices of a process of `command_of`, by its argument."""
-    spec = json.loads(text)
-    load = Load(**spec.pop("load"))
-    server = SERVERS[spec.pop("name")](load=load, **spec)
-    return lambda index: server.run() if index else server.start()
-
-
-if __name__ == "__main__":
-    sys.exit(answer_indices(asked(sys.argv[1])))

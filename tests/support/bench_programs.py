@@ -77,7 +77,7 @@ class InProcess:
     turn = threading.Lock()
 
     def __init__(self, command: Sequence[str], limit_s: float) -> None:
-        from benchmarks.engines_servers import asked
+        from benchmarks.engines_child import asked
 
         self._answer = asked(command[-1])
 
@@ -104,6 +104,14 @@ def batching(engines: None, transformers: None) -> None:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
 
+class Answer(SimpleNamespace):
+    """A request's tokens, and a log-probability of each."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in token_ids]
+        super().__init__(token_ids=token_ids, logprobs=logprobs)
+
+
 class Offline:
     """An offline engine: each request's tokens count up from its prompt's first."""
 
@@ -113,9 +121,15 @@ class Offline:
         vllm_config = SimpleNamespace(compilation_config=config)
         self.llm_engine = SimpleNamespace(vllm_config=vllm_config)
 
+    def apply_model(self, function: Any) -> None:
+        pass
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
         return [
-            SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(at, at + params.max_tokens))])
+            SimpleNamespace(outputs=[Answer(range(at, at + params.max_tokens))])
             for at in (prompt["prompt_token_ids"][0] for prompt in prompts)
         ]
 
@@ -133,6 +147,7 @@ def vllm(engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module.LLM, module.SamplingParams, module.__version__ = Offline, SimpleNamespace, "0.26.0"
     module.__spec__ = SimpleNamespace()
     monkeypatch.setattr(engines_servers, "ENVIRONMENT", {})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # restored; a way of the mode sets it
     monkeypatch.setattr("tuner.runtime.engines.vllm._register_quantization", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1 << 30)
 

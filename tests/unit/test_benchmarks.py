@@ -31,6 +31,7 @@ from bench_programs import (  # noqa: F401
     uncompiled,
     vllm,
 )  # fmt: skip
+from bench_sglang import attention, runner  # noqa: F401
 from bench_sweeps import compiler, sweeps  # noqa: F401
 from bits_fakes import row_by_row  # noqa: F401
 
@@ -51,7 +52,9 @@ PREPARED: dict[tuple[str, str], str] = {
     ("block", "llama"): "profiler",
     ("counters", "calls"): "nsight",
     ("dispatch", "first-call"): "first_calls",
+    ("engines", "attention"): "attention",
     ("engines", "batching"): "batching",
+    ("engines", "sglang"): "runner",
     ("engines", "vllm"): "vllm",
     ("invariance", "speed"): "row_by_row",
     ("models", "compiled"): "uncompiled",
