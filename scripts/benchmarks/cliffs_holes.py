@@ -214,7 +214,7 @@ def _own_call(problem: AttentionProblem, config: Config) -> Callable[..., Any] |
     return None if isinstance(plan, str) else plan.run_uncounted
 
 
-def _serving_call(problem: AttentionProblem) -> Callable[..., Any] | None:
+def serving_call(problem: AttentionProblem) -> Callable[..., Any] | None:
     """A call by FlashAttention-3's serving build; None where it is not here."""
     config = Config("vendor_sdpa", {"kernel": sdpa.SERVING})
     call = family("vendor_sdpa").vendor_call(problem, config, problem.head_dim**-0.5)
@@ -230,7 +230,7 @@ def measured(case: Hole, _: Namespace) -> Row:
 
     def ways(inputs: Sequence[Any]) -> Iterator[Contender]:
         calls = {name: _own_call(problem, config) for name, config in configs.items()}
-        for name, call in {sdpa.SERVING: _serving_call(problem), **calls}.items():
+        for name, call in {sdpa.SERVING: serving_call(problem), **calls}.items():
             if call is not None:
                 yield Contender(name, lambda i, call=call: call(*inputs[i].tensors))  # type: ignore[misc]
 

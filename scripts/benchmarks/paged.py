@@ -9,6 +9,7 @@ L2. Contenders of a case:
 - ``dense``: `tuner.attention` over a dense cache, where all sequences are alike and have one query
 - ``in order``: as ``tuner``, over pages that lie in their order, beside ``dense``
 - ``read``: PyTorch's sum of as many bytes in their order, beside ``dense``
+- ``pytorch``: of heads wider than 256, PyTorch's operator over gathered pages
 - ``best``: with ``--schedules``, the fastest schedule of the kernels that are built
 - ``own length``: of a captured graph that is made for longer caches, one made for this length
 
@@ -34,10 +35,12 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import KernelSpec, Strides
+from tuner.families.fused_attention import wide_rule
 from tuner.families.peers import installed, stream_of
 from tuner.families.peers.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3
+from tuner.problem.attention import NARROW_HEAD_DIM
 from tuner.selection.domains import AttentionDomain
 
 FAMILY = family("fused_attention")
@@ -56,6 +59,7 @@ FACTOR, NUMBERS = 0.5, 0xBF
 #: Peers of a table.
 OVER = {
     "flash3": "FlashAttention-3",
+    "pytorch": "PyTorch over gathered pages",
     "dense": "the dense call",
     "own length": "a graph of that length",
 }
@@ -68,10 +72,15 @@ Call = Callable[[int], Any]
 def configs(case: Case) -> Iterator[Config]:
     """Kernels that `tuner.paged_attention` selects from, each with one split."""
     problem = case.problem
-    domain = AttentionDomain.holding(problem)
-    if domain is None:
+    if problem.is_wide:
+        selection = wide_rule.select(problem, DEFAULT_GPU)
+        kernels = [] if selection is None else [config for _, config in selection.own()]
+    else:
+        domain = AttentionDomain.holding(problem)
+        kernels = [] if domain is None else list(domain.named_kernels)
+    if not kernels:
         raise BenchmarkError(f"{case.label}: no kernels serve it")
-    for kernel in domain.named_kernels:
+    for kernel in kernels:
         config = FAMILY.called(problem, kernel, 1)
         if FAMILY.accepts(problem, config, DEFAULT_GPU):
             yield config
@@ -272,6 +281,19 @@ class Batch:
         total = torch.empty((), device="cuda")
         return lambda index: torch.sum(caches[index % self.copies], 0, out=total)
 
+    def pytorch(self) -> Call:
+        """A call of PyTorch's operator over gathered pages, where `has_dense`."""
+        import torch
+
+        attend, query = torch.nn.functional.scaled_dot_product_attention, self.query.unsqueeze(2)
+
+        def call(index: int) -> Any:
+            pages = self.tables[index % self.copies].long()
+            tensors = (cache[pages].flatten(1, 2).transpose(1, 2) for cache in self.caches)
+            return attend(query, *tensors, enable_gqa=True).squeeze(2)
+
+        return call
+
     def flash3(self, module: Any) -> Call:
         """A call of FlashAttention-3's serving build, with the metadata that a server makes."""
         case = self.case
@@ -314,6 +336,9 @@ def measure(case: Case, args: Namespace) -> Row:
     if case.room:
         calls["own length"] = batch.tuner(batch.tables, max(case.keys))
     module = installed.module_of(PEER)
+    if case.problem.is_wide:
+        module = f"flash3 has no head dimension above {NARROW_HEAD_DIM}"
+        calls |= {"pytorch": batch.pytorch()} if case.has_dense else {}
     if isinstance(module, str):
         failed["flash3"] = module
     else:
@@ -339,9 +364,10 @@ def measure(case: Case, args: Namespace) -> Row:
         "schedules": quick,
         **lengths,
         "errors": {
-            name: harness.distance(outs[name][0].flatten(), outs["flash3"][0].flatten())
+            name: harness.distance(outs[name][0].flatten(), outs[peer][0].flatten())
             for name in ("tuner", "best")
-            if name in outs and "flash3" in outs
+            for peer in ("flash3", "pytorch")
+            if name in outs and peer in outs
         },
         "failed": failed | missing,
     }
@@ -433,11 +459,16 @@ BENCH = Bench(
             paged_batches.graphs,
             Case("graph for 96, alike", (1, 1), (48, 48), 16, 4, 2, 64, room=96),
         ),
+        "wide": _preset(
+            "heads of 320 and 512 columns",
+            paged_batches.wide,
+            Case("wide", (1, 1), (64, 64), 64, 4, 2, 264),
+        ),
         "mla": Preset(
             "decoding of latent attention",
             lambda _: paged_mla.CASES,
             paged_mla.measure,
-            paged_mla.line,
+            rows.rates_line,
             smoke=paged_mla.Case(2, 70, 4),
         ),
     },

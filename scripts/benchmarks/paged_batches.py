@@ -153,6 +153,27 @@ def engines() -> list[Case]:
     ]
 
 
+def wide() -> list[Case]:
+    """One query, a few, and chunks of prompts, of heads wider than 256 columns."""
+    sizes = [
+        (16, 1, 16384, 8, 1),
+        (16, 1, 16384, 16, 1),
+        (64, 1, 4096, 16, 2),
+        (1, 1, 65536, 32, 4),
+    ]
+    sizes += [
+        (8, 1, 8192, 8, 1),
+        (16, 4, 8192, 16, 2),
+        (1, 512, 8192, 16, 2),
+        (4, 128, 4096, 16, 2),
+    ]
+    cases = [
+        even("wide", batch, queries, keys, 64, heads_q=heads, heads_kv=heads_kv, head_dim=512)
+        for batch, queries, keys, heads, heads_kv in sizes
+    ]
+    return [*cases, even("wide", 32, 1, 4096, heads_q=16, heads_kv=4, head_dim=320)]
+
+
 def ratios() -> list[Case]:
     """Draws of every number of query heads to a KV head, of unlike lengths, and 1 to 8 queries."""
     draw, drawn = random.Random("ratios of heads"), list[Case]()

@@ -8,13 +8,12 @@ e4m3 in a form that the tuner reads; the others then have what it stands for in 
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import harness, rows
+from benchmarks import harness
 from benchmarks.harness import Contender, Row
 from tuner.errors import BenchmarkError
 from tuner.families.peers import installed
@@ -27,6 +26,7 @@ SIZE = 64
 """Slots of a page, the only number that FlashMLA takes."""
 ROTATED, MAX_COPIES = 200 << 20, 8
 """Bytes that the rotated caches have together, and their number at most."""
+BUDGET_US = 3e5
 LIMIT = 8e-3
 """Largest relative difference to PyTorch's output in fp32."""
 
@@ -201,17 +201,10 @@ def measure(case: Case, _: Namespace) -> Row:
     def write(i: int) -> Any:
         return torch.add(tensors[i].source, 0.0, out=tensors[i].query)
 
-    times = harness.time_calls(contenders, write, copies)
+    times = harness.time_calls(contenders, write, copies, BUDGET_US)
     return {
         **{"bytes": moved, "us": times.us, "errors": errors},
         "flops": 2.0 * case.heads * case.queries * sum(case.lengths) * (WIDTH + LATENT),
         "failed": {**failed, **lost, **times.failed},
         "wrong": [name for name, error in errors.items() if not error <= LIMIT],
     }
-
-
-def line(row: Row) -> str:
-    """Times of one case, ratios, and the tuner's rates."""
-    own = row["us"].get("tuner", math.nan)
-    rates = f"{row['bytes'] / own / 1e6:.2f} TB/s, {row['flops'] / own / 1e6:.0f} TFLOP/s"
-    return f"{rows.ratio_line(row)}, {rates}"

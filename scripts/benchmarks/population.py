@@ -36,6 +36,10 @@ from benchmarks.population_masks import MASKED, masked_measured
 from benchmarks.population_masks import SMOKE as MASK_SMOKE
 from benchmarks.population_peers import SMOKE as PEER_SMOKE
 from benchmarks.population_peers import peer_cases, peer_measured
+from benchmarks.population_widths import CASES as WIDTHS
+from benchmarks.population_widths import SMOKE as WIDTH_SMOKE
+from benchmarks.population_widths import compile_widths
+from benchmarks.population_widths import measured as width_measured
 from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
@@ -332,6 +336,13 @@ BENCH = Bench(
             "block-sparse masks beside compiled FlexAttention and dense masks",
             *(lambda _: MASKED, masked_measured),
             smoke=MASK_SMOKE,
+        ),
+        "widths": Preset(
+            "heads wider than 256, and keys of 192 with values of 128, beside cuDNN's plans",
+            *(lambda _: WIDTHS, width_measured),
+            line=rows.rates_line,
+            smoke=WIDTH_SMOKE,
+            compile=lambda _: compile_widths(WIDTHS),
         ),
         "peers": Preset(
             "peers at the problems of portfolios, for `tuner fit peers` (--op)",

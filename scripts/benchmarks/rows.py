@@ -156,6 +156,13 @@ def ratio_line(row: Row) -> str:
     return f"{row['case']}: {', '.join(parts)}"
 
 
+def rates_line(row: Row) -> str:
+    """`ratio_line` and the tuner's rates, of a row with ``bytes`` and ``flops``."""
+    own = row["us"].get(TUNER, math.nan)
+    rates = f"{row['bytes'] / own / 1e6:.2f} TB/s, {row['flops'] / own / 1e6:.0f} TFLOP/s"
+    return f"{ratio_line(row)}, {rates}"
+
+
 def ratio_table(rows: Sequence[Row]) -> list[str]:
     """A Markdown row for each group and for all: ratios to the tuner, and the noise."""
     groups = dict.fromkeys(row["group"] for row in rows)

@@ -683,6 +683,17 @@ class TestCommand:
         assert line.startswith("tuner: --family other has no kernels (allowed: ")
         assert "fused_attention" in line
 
+    def test_only_kernels_whose_line_has_the_texts(
+        self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        label = TARGETS[0].label()
+        alike = sum(target.label() == label for target in TARGETS)
+        assert alike < len(TARGETS)
+        assert main(["prove", "--problems", "8", "--only", label]) == 0
+        assert f" {alike} kernels to prove" in capsys.readouterr().err
+        assert main(["prove", "--only", "no such kernel"]) == 2
+        assert "--only no such kernel: no kernel has this" in capsys.readouterr().err
+
     def test_a_fault_is_said_now_and_the_next_time(
         self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -40,7 +40,7 @@ def test_every_kernel_is_legal_on_tiny_problems(name: str) -> None:
     labels = [target.label() for target in listed(name)]
     assert len(labels) == len({*labels}) >= 2
     for target in listed(name):
-        member = FUSED if name == "paged_attention" else family(name)
+        member = FUSED if name in targets.OF_FUSED else family(name)
         assert target.family == member.name and target.launches and target.specs()
         for problem, config in target.launches:
             assert member.violations(problem, config, DEFAULT_GPU) == [], target.label()

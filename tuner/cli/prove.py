@@ -39,6 +39,11 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--op", choices=sorted(PROBLEMS), help="only this operation's portfolio")
     parser.add_argument("--family", metavar="NAME", help="only this family's kernels")
+    parser.add_argument(
+        "--only",
+        metavar="TEXT,...",
+        help="only kernels whose line of `tuner build --portfolio --dry-run` holds each of these",
+    )
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument(
         "--problems",
@@ -315,7 +320,7 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     """Kernels without a proof, for each list of the GPU's compute capability.
 
     Raises:
-        ConfigError: when no kernel is built, or none is of the family that is named.
+        ConfigError: when no kernel is built, or none is as the arguments say.
     """
     from tuner.tuning.proof import plan
 
@@ -328,7 +333,7 @@ def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
     """Kernels of the portfolios and rules that the arguments name.
 
     Raises:
-        ConfigError: when none is of the family that is named.
+        ConfigError: when none is of the family, or has the texts, that are named.
     """
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import BUILD, targets
@@ -351,6 +356,11 @@ def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
                 f"--family {args.family} has no kernels (allowed: {', '.join(named)})"
             )
         known_targets = [t for t in known_targets if t.config.family == args.family]
+    if args.only is not None:
+        texts = args.only.split(",")
+        known_targets = [t for t in known_targets if all(text in t.label() for text in texts)]
+        if not known_targets:
+            raise ConfigError(f"--only {args.only}: no kernel has this in its line ({BUILD})")
     distinct = {
         tuple(sorted(spec.key for spec in target.kernels.values())): target
         for target in known_targets

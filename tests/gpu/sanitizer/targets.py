@@ -24,6 +24,7 @@ from fused_levers import called, combination_of, covering
 from tuner.config import Config, Value
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.fused_attention import wide_rule
 from tuner.families.mla_decode import LATENT
 from tuner.families.mla_decode import rule as latent
 from tuner.hardware import Gpu
@@ -276,6 +277,25 @@ def paged_attention(gpu: Gpu) -> Iterator[Target]:
         yield Target(chosen.family, f"paged, {name}", pairs)
 
 
+def wide_heads(gpu: Gpu) -> Iterator[Target]:
+    """Sequences that end within tiles and pages; few queries of heads in a tile, with splits."""
+    for number, target in enumerate(wide_rule.targets()):
+        small, member = target.problem, target.family
+        assert isinstance(small, AttentionProblem)
+        is_prompt = small.seqlen_q > 64
+        heads = {"heads_q": 3, "heads_kv": 3} if is_prompt else {"heads_q": 12, "heads_kv": 2}
+        sizes = {"batch": 2, "seqlen_kv": 333, **({"seqlen_q": 135} if is_prompt else {})}
+        problems = [replace(small, head_dim=width, **heads, **sizes) for width in (512, 264)]
+        splits = () if is_prompt else (3,)
+        pairs = (
+            (problem, member.called(problem, target.config, count))
+            for problem in problems
+            for count in (1, *splits)
+        )
+        legal = tuple(pair for pair in pairs if not member.violations(*pair, gpu))
+        yield Target(member.name, f"wide, {small.label()}, {number}", legal)
+
+
 def fused_attention(gpu: Gpu) -> Iterator[Target]:
     """The tiny problems with some of the calls that compute them."""
     for kernel in covering(gpu):
@@ -306,7 +326,10 @@ FAMILIES: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
     "paged_attention": paged_attention,
     "softmax": softmax,
     "two_kernel_attention": two_kernel_attention,
+    "wide_heads": wide_heads,
 }
+OF_FUSED = frozenset({"paged_attention", "wide_heads"})
+"""Names that stand for kernels of fused attention."""
 #: What a control halves, where that is not the output. memcheck does not see stores by TMA (the
 #: tensor map bounds them): these kernels' outputs leave so, and such an input is read plainly.
 READ_PLAINLY = {
