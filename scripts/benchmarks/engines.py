@@ -23,7 +23,6 @@ import importlib.util
 import itertools
 import random
 import statistics
-import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,11 +46,10 @@ from benchmarks.engines_servers import (
 )
 from benchmarks.engines_sglang import SGLANG, Sglang, parting
 from benchmarks.harness import Bench, Preset, Row
+from benchmarks.own_plans import build
 from benchmarks.rows import TUNER, markdown
-from tuner.base.processes import python_command, python_environment
 from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
-from tuner.hardware import DEFAULT_GPU
 
 SDPA = "sdpa"
 BATCHING = {
@@ -284,11 +282,9 @@ def compile_models(_: Namespace) -> None:
     """Build the kernels that answer both models' calls, also those of the batch-invariant mode."""
     for (engine, mode), model in itertools.product(BUILDS, ("8b", "1b")):
         with model_folder(model) as folder:
-            arguments = ("build", "--model", f"{folder}/config.json", "--engine", engine)
-            subprocess.run(
-                python_command("-m", "tuner", *arguments, "--gpu", DEFAULT_GPU.name),
-                env={**python_environment(), "TUNER_BATCH_INVARIANT": mode},
-                check=True,
+            build(
+                *("--model", f"{folder}/config.json", "--engine", engine),
+                TUNER_BATCH_INVARIANT=mode,
             )
 
 

@@ -20,6 +20,7 @@ from benchmarks import harness, moe_layers, moe_products, moe_tables
 from benchmarks.harness import Bench, Contender, Preset, Row
 from benchmarks.moe_layers import ROWS, Case, Product, Sizes, counts_of, routed, weights_of
 from benchmarks.moe_peers import Peers, peers_of
+from benchmarks.own_plans import build_problems
 from tuner.cli import Parser
 
 BUDGET_US = 2e5
@@ -103,6 +104,7 @@ BENCH = Bench(
             moe_tables.cases,
             beside_tables,
             smoke=Case("small", Sizes(4, 2, 256, 128), "bf16", 16, "uniform"),
+            compile=lambda args: build_problems(moe_tables.problems(args)),
         ),
     },
     _options,

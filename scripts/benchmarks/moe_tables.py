@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from benchmarks.moe_layers import Case, Sizes
+from benchmarks.moe_layers import Case, Product, Sizes
 from benchmarks.moe_peers import Peer
+from tuner.problem import GroupedGemmProblem
 
 TABLES: Mapping[str, Mapping[Sizes, tuple[int, ...]]] = {
     "bf16": {
@@ -53,6 +54,13 @@ def cases(args: Namespace) -> list[Case]:
     every = list(product(layers, TOKENS))
     drawn = sorted(random.Random(args.seed).sample(range(len(every)), min(POINTS, len(every))))
     return [_case(*every[at][0], every[at][1]) for at in drawn]
+
+
+def problems(args: Namespace) -> Iterator[GroupedGemmProblem]:
+    """Both products of each point."""
+    for case in cases(args):
+        for part in ("up", "down"):
+            yield Product(**vars(case), part=part).problem
 
 
 def _case(dtype: str, sizes: Sizes, tokens: int) -> Case:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from tuner.base.processes import python_command, python_environment
 from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
+from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import Problem
+from tuner.problem import Problem, listing
 
 MAX_ESTIMATE = 2.5
 """Longest estimate of a kernel that is timed, over the shortest."""
@@ -131,3 +136,30 @@ def compile_specs(specs: Iterable[KernelSpec], *, serves: bool = False) -> None:
             entries = BuiltKernels(path, force=False)
         if compile_aot(list(dict.fromkeys(specs)), every, None, finished=enter):
             raise CompileError("not every kernel is compiled; the lines above say why")
+
+
+def build(*arguments: str, **environment: str) -> None:
+    """Run ``tuner build`` for the GPU that the portfolio is for.
+
+    Args:
+        arguments: its arguments.
+        environment: variables of its process.
+
+    Raises:
+        BenchmarkError: when a kernel is not there at its end.
+    """
+    command = python_command("-m", "tuner", "build", *arguments, "--gpu", DEFAULT_GPU.name)
+    if subprocess.run(command, env={**python_environment(), **environment}, check=False).returncode:
+        raise BenchmarkError("not every kernel is built; the lines above say why")
+
+
+def build_problems(problems: Iterable[Problem]) -> None:
+    """Build what answers some problems.
+
+    Raises:
+        BenchmarkError: when a kernel is not there at its end.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(listing(dict.fromkeys(problems)))
+        file.flush()
+        build("--problems", file.name)

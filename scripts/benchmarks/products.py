@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.harness import FAILURES, Bench, Contender, Preset, Row, first_line, ratio_table
 from benchmarks.moe_tables import TOKENS
-from benchmarks.own_plans import compile_specs
+from benchmarks.own_plans import build_problems, compile_specs
 from benchmarks.products_ways import (
     Call,
     Tensors,
@@ -303,6 +303,7 @@ BENCH = Bench(
             *(points, point),
             table=table,
             smoke=_smoke("tables", scales="block"),
+            compile=lambda args: build_problems(case.problem for case in points(args)),
         ),
         "e4m3": Preset(
             "e4m3 with factors of operands or rows, fast and promoted sums",

@@ -36,6 +36,7 @@ def build(
     dry_run: bool,
     force: bool,
     libraries: Callable[[], None],
+    started: float,
 ) -> BuildResult:
     """Compile the kernels of some problems' answers.
 
@@ -47,6 +48,7 @@ def build(
         dry_run: True to list the kernels without compiling.
         force: True to replace proven kernels in the list by builds without a proof.
         libraries: builds the libraries beside the kernels, in a thread.
+        started: `time.monotonic` at which the command began.
 
     Raises:
         ConfigError: when the kernel list cannot be read.
@@ -79,19 +81,26 @@ def build(
             text = "compiled" if spec in compiled else "missing "
             answer = first[spec]
             print(f"{text}  {100 * part:4.1f} %  {answer.by} for {answer.problem.label()}")
-        return BuildResult(len(compiled), [])
+        return BuildResult(len(compiled), [], [])
     beside = threading.Thread(target=libraries, name="tuner-libraries", daemon=True)
     beside.start()
     entered = _Entered(legal, compiler, store, force=force)
-    started = time.monotonic()
-    compile_aot(
-        list(shares), compiler, None, started, entered.enter, with_gate=False, shares=shares
-    )
+    course: list[tuple[float, float]] = []
+
+    def enter(spec: KernelSpec, artifact: Artifact) -> None:
+        entered.enter(spec, artifact)
+        answered = sum(shares[one] for one in entered.built) / sum(shares.values())
+        course.append((round(time.monotonic() - started, 2), round(answered, 4)))
+
+    begun = time.monotonic()
+    compile_aot(list(shares), compiler, None, begun, enter, with_gate=False, shares=shares)
     beside.join()
     say(entered.said())
     failed = [row.answer for row in own if row not in legal or not entered.has(row.answer)]
     return BuildResult(
-        len(entered.built), [f"{answer.by} for {answer.problem.label()}" for answer in failed]
+        len(entered.built),
+        [f"{answer.by} for {answer.problem.label()}" for answer in failed],
+        course,
     )
 
 
@@ -102,6 +111,8 @@ class BuildResult(NamedTuple):
     """Kernels that are there."""
     failed: list[str]
     """Answers that lack a kernel."""
+    course: list[tuple[float, float]]
+    """Seconds since the command began, and the answered part of own kernels' time, by kernel."""
 
 
 def _is_legal(answer: Answering, gpu: Gpu) -> bool:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -208,6 +209,7 @@ def _answers(args: argparse.Namespace) -> int:
     from tuner.store import open_store
     from tuner.store.reading import sqlite_file
 
+    started = time.monotonic()
     if args.background:
         os.nice(_NICE)
         args.jobs = max(1, cpu_count() // 2)
@@ -229,6 +231,7 @@ def _answers(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
             force=args.force,
             libraries=lambda: _build_libraries(artifacts, list(answers.answers)),
+            started=started,
         )
     if args.json:
         print(json.dumps(built._asdict()))
