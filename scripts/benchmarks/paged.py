@@ -13,7 +13,8 @@ L2. Contenders of a case:
 - ``best``: with ``--schedules``, the fastest schedule of the kernels that are built
 - ``own length``: of a captured graph that is made for longer caches, one made for this length
 
-The preset ``mla`` times `tuner.mla_decode` beside FlashMLA and PyTorch's operations.
+The preset ``step`` times attention between the products of a layer: the time of a step less that
+of one without attention. ``mla`` times `tuner.mla_decode` beside FlashMLA and PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks import harness, paged_batches, paged_mla, rows
+from benchmarks import harness, paged_batches, paged_mla, paged_step, rows
 from benchmarks.call_times import CONTROL
 from benchmarks.harness import Bench, Contender, Preset, Row
 from benchmarks.own_plans import compile_specs, compiler
@@ -355,10 +357,7 @@ def measure(case: Case, args: Namespace) -> Row:
         "bytes": case.bytes,
         "flops": case.flops,
         "us": us,
-        "answered": {
-            name: "own" if stats.hits else ", ".join(stats.fallbacks)
-            for name, stats in answers.items()
-        },
+        "answered": {name: _answer(stats) for name, stats in answers.items()},
         "chosen": batch.selected(),
         "best": best,
         "schedules": quick,
@@ -373,15 +372,53 @@ def measure(case: Case, args: Namespace) -> Row:
     }
 
 
+def measure_step(case: Case, args: Namespace) -> Row:
+    """Times that attention adds to a step of decoding in a captured graph."""
+    batch = Batch(case)
+    step = paged_step.Step(batch)
+    calls, failed = {"tuner": batch.tuner(batch.tables, case.longest)}, dict[str, str]()
+    module = installed.module_of(PEER)
+    if isinstance(module, str):
+        failed["flash3"] = module
+    else:
+        calls["flash3"] = batch.flash3(module)
+    steps = {name: step.with_attention(call) for name, call in calls.items()}
+    steps["without"] = step.with_attention(None)
+    outs, us, missing = _timed(batch, steps, args.us, step.before)
+    without_us = us.pop("without", 0.0)
+    errors = {}
+    if "tuner" in outs and "flash3" in outs:
+        errors["tuner"] = harness.distance(outs["tuner"][0], outs["flash3"][0])
+    return {
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "us": {name: time - without_us for name, time in us.items()},
+        "without_us": without_us,
+        "answered": {"tuner": _answer(outs["tuner"][1])} if "tuner" in outs else {},
+        "chosen": batch.selected(),
+        "best": "",
+        "errors": errors,
+        "failed": failed | missing,
+    }
+
+
+def _answer(stats: Any) -> str:
+    """The one that answered a call, by the tuner's counts: ``own``, or why it was not."""
+    return "own" if stats.hits else ", ".join(stats.fallbacks)
+
+
 def _timed(
-    batch: Batch, calls: Mapping[str, Call], budget_us: float
+    batch: Batch,
+    calls: Mapping[str, Call],
+    budget_us: float,
+    before: Call | None = None,
 ) -> tuple[dict[str, Any], dict[str, float], dict[str, str]]:
     """By call: its output with the tuner's counts, microseconds, and why it has neither."""
     import tuner
 
     outs, failed = harness.first_outputs(calls, lambda out: (out.double(), tuner.stats(reset=True)))
     able = [Contender(name, calls[name]) for name in outs]
-    times = harness.time_calls(able, batch.before, batch.copies, budget_us)
+    times = harness.time_calls(able, before or batch.before, batch.copies, budget_us)
     return outs, times.us, failed | times.failed
 
 
@@ -463,6 +500,14 @@ BENCH = Bench(
             "heads of 320 and 512 columns",
             paged_batches.wide,
             Case("wide", (1, 1), (64, 64), 64, 4, 2, 264),
+        ),
+        "step": replace(
+            _preset(
+                "attention between the products of a layer, in captured graphs",
+                paged_step.cases,
+                Case("step", (1, 1), (48, 40), 16, 4, 2, 64, room=96),
+            ),
+            measure=measure_step,
         ),
         "mla": Preset(
             "decoding of latent attention",

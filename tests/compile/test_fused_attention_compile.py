@@ -66,6 +66,10 @@ PAGED = [
             "SQ=2,D=128,causal=1,dtype=bf16",
             {"groups": 1, "tile_n": 64, "blocks_per_sm": 2, "persistent": True, "stream_k": True},
         ),
+        (
+            "SQ=2,D=128,causal=1,dtype=bf16",
+            {"groups": 1, "tile_n": 64, "blocks_per_sm": 2, "stream_k": True},
+        ),
         ("SQ=600,D=128,causal=1,dtype=bf16", {"groups": 2, "tile_n": 128, "persistent": True}),
         (
             "SQ=600,D=64,causal=1,window=100,softcap=30,sinks=1,dtype=bf16",

@@ -15,6 +15,8 @@ make = maker(early_exp=50, ping_pong=True)
 DECODING = {"packed_heads": 4, "blocks_per_sm": 2, "pdl": True}
 #: Blocks that take equal parts of all keys.
 STREAM_K = {"persistent": True, "stream_k": True, "blocks_per_sm": 2, "pdl": True}
+#: Blocks that take one part of a sequence's keys each.
+COUNTED = {**STREAM_K, "persistent": False}
 
 #: What is compiled in, sizes of pages that its copies divide, most queries, and a config.
 KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
@@ -97,6 +99,25 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
         "H=20,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 8,
         make(2, 128, packed_heads=16, pads_heads=True, whole_rows=True, copy_warps=3,
              persistent=True, stream_k=True, pdl=True),
+    ),
+    "counted": (
+        "H=32,HKV=8,D=128,dtype=bf16", (16, 48), 1, make(1, 64, packed_heads=4, **COUNTED),
+    ),
+    "counted, few, padded": (
+        "H=10,HKV=2,D=128,causal=1", (16, 48), 16,
+        make(1, 64, packed_heads=8, pads_heads=True, copy_warps=3, **COUNTED),
+    ),
+    "counted, window, sinks": (
+        "H=16,HKV=2,D=64,causal=1,window=40,sinks=1,softcap=20,dtype=bf16", (16, 48), 24,
+        make(1, 64, packed_heads=8, **COUNTED),
+    ),
+    "counted, e4m3": (
+        "H=16,HKV=4,D=64,causal=1,dtype=e4m3", (16, 48), 16,
+        make(1, 128, kv_stages=3, packed_heads=4, **COUNTED),
+    ),
+    "counted, two groups, padded": (
+        "H=20,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 8,
+        make(2, 128, packed_heads=16, pads_heads=True, stream_k=True, pdl=True),
     ),
     "32 padded heads": (
         "H=40,HKV=2,D=128,dtype=bf16", (16, 48), 1,

@@ -208,7 +208,7 @@ def test_whole_rows_are_of_heads_that_tma_does_not_fill_up() -> None:
     assert not set(whole) & set(carried)
 
 
-def test_stream_k_is_of_two_persistent_groups_at_most_over_pages() -> None:
+def test_stream_k_is_of_two_groups_at_most_over_pages() -> None:
     def reasons(text: str, groups: int = 1, **more: Value) -> list[str]:
         config = make(groups, 64, **{"stream_k": True, "persistent": True, **more})
         return FAMILY.violations(AttentionProblem.parse(f"SKV=999,{text}"), config, DEFAULT_GPU)
@@ -216,9 +216,11 @@ def test_stream_k_is_of_two_persistent_groups_at_most_over_pages() -> None:
     assert reasons("SQ=1,D=128,page_size=16") == []
     assert reasons("SQ=8,D=128,causal=1,window=9,page_size=16") == []
     assert reasons("SQ=8,D=128,causal=1,page_size=16", 2) == []
-    only = "stream_k is for persistent blocks of one or two warp groups, only"
+    assert reasons("SQ=1,D=128,page_size=16", persistent=False) == []
+    only = "stream_k is for splits=1 and one or two warp groups, only"
     assert reasons("SQ=1,D=128,page_size=16", 3) == [only]
-    assert reasons("SQ=1,D=128,page_size=16", persistent=False) == [only]
+    more = {"persistent": False, "splits": 2, "combine": "kernel"}
+    assert reasons("SQ=1,D=128,page_size=16", **more) == [only]
     assert reasons("SQ=1,D=128") == ["stream_k is for paged caches, only"]
 
 

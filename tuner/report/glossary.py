@@ -71,7 +71,7 @@ MEANINGS: Mapping[str, str] = {
     "stages": "Pipeline depth: tiles in flight between memory and the tensor cores.",
     "stages_output": "The output goes through shared memory and TMA.",
     "store_buffers": "Boxes of shared memory a warp stores its results through; 0: none.",
-    "stream_k": "Blocks take equal parts of all keys, by the lengths at launch.",
+    "stream_k": "Blocks take parts of all keys, by the lengths at launch.",
     "streams": "CUDA streams over which the launches are dealt.",
     "swap_ab": "Computes the transposed product, so that M and N change places.",
     "swap_dq": "Computes the query's gradient transposed, so that tile_m is its columns.",

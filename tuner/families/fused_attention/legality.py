@@ -175,8 +175,8 @@ def _paging(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append("whole_rows and copy_warps are not for e4m3")
     if "key_groups" in config.params:
         reasons.append("key_groups is not for paged caches")
-    if "stream_k" in config.params and not (config["persistent"] and config["warp_groups"] <= 2):
-        reasons.append("stream_k is for persistent blocks of one or two warp groups, only")
+    if "stream_k" in config.params and (config["splits"] > 1 or config["warp_groups"] > 2):
+        reasons.append("stream_k is for splits=1 and one or two warp groups, only")
     if "longest_first" in config.params and not (
         config["persistent"] and problem.is_causal and "stream_k" not in config.params
     ):

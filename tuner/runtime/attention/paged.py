@@ -140,7 +140,7 @@ class PagedCall(Paged, Call):
 
     def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
         """Splits of a selected kernel for this call's lengths (`paged_schedule`)."""
-        if config["persistent"] or invariance.is_on():
+        if config["persistent"] or "stream_k" in config.params or invariance.is_on():
             is_shared = "split_keys" in config.params and "combine" in config.params
             return (("splits", 1), *((("combine", "kernel"),) if is_shared else ()))
         splits, combine = paged_schedule.best(self.decoding(config))
