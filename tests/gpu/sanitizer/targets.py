@@ -266,7 +266,7 @@ def paged_attention(gpu: Gpu) -> Iterator[Target]:
     """
     for name, (_, sizes, most, chosen) in paged_cases.KERNELS.items():
         ways: list[dict[str, Value]] = [{}]
-        if not chosen["persistent"]:
+        if not (chosen["persistent"] or "stream_k" in chosen.params):
             combine = "cluster" if chosen["warp_groups"] == 1 else "kernel"
             ways.append({"splits": 3, "combine": combine})
         pairs = tuple(
