@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tuner.errors import TunerError
 from tuner.measure.rounds import median_interval, shuffled
 
 #: A graph holds as many calls as take about this long, within limits.
 GRAPH_US, MIN_CALLS, MAX_CALLS = 1200.0, 2, 40
+#: A call that takes so long, and so many times as long as the shortest, is timed without a graph.
+LONG_US, LONG_RATIO = 1000.0, 2.5
 #: All graphs of a call together, repeated, take at most about so long; at least seven rounds.
 BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 2e6, 7, 20
 EVICTED_BYTES = 160 << 20
@@ -35,6 +37,9 @@ FAILURES = (
     *(RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError),
     TunerError,
 )
+
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Times:
 
     us: dict[str, float]
     failed: dict[str, str]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that the captures and the rounds took."""
 
 
 def time_calls(
@@ -68,7 +75,9 @@ def time_calls(
 ) -> Times:
     """Medians over rounds in which the contenders' graphs are replayed in a shuffled order.
 
-    The first contender runs once more as `CONTROL`: the ratio of both times is the noise.
+    The first contender runs once more as `CONTROL`: the ratio of both times is the noise. Calls of
+    `LONG_US` and more that are `LONG_RATIO` times as long as the shortest have no graph: three
+    calls are their time.
     Several copies are cold: the L2 cache is filled with other bytes before each replay.
 
     Args:
@@ -77,20 +86,24 @@ def time_calls(
         copies: copies of the tensors, used in turn; 1: warm tensors.
         budget_us: that all rounds together take at most, if these are more than `MIN_ROUNDS`.
     """
-    import torch
-
-    graphs: dict[str, tuple[Any, int]] = {}
+    graphs, rough = dict[str, tuple[Any, int]](), dict[str, float]()
     failed: dict[str, str] = {}
-    for one in _with_control(contenders):
-        try:
-            count = _calls_of(one, copies)
-            graphs[one.name] = _captured(before, one, count, copies), count
-        except FAILURES as exc:
-            torch.cuda.synchronize()  # raises again where the device is lost
-            failed[one.name] = first_line(exc)
+    begin = time.perf_counter()
+    ways = _with_control(contenders)
+    for one in ways:
+        if (first_us := _tried(one.name, partial(_rough_us, one, copies), failed)) is not None:
+            rough[one.name] = first_us
+    limit = max(LONG_US, LONG_RATIO * min(rough.values(), default=0.0))
+    long = {name: us for name, us in rough.items() if us > limit}
+    for one in [way for way in ways if way.name in rough and way.name not in long]:
+        count = _calls_of(rough[one.name], copies)
+        make = partial(_captured, before, one, count, copies)
+        if (graph := _tried(one.name, make, failed)) is not None:
+            graphs[one.name] = graph, count
     failed.pop(CONTROL, None)  # the first contender's failure says it
     if not graphs:
-        return Times({}, failed)
+        return Times(long, failed)
+    captured = time.perf_counter()
     alone = {count: _captured(before, None, count, copies) for _, count in graphs.values()}
     evict = _evicting() if copies > 1 else _nothing
     every = [*(graph for graph, _ in graphs.values()), *alone.values()]
@@ -101,7 +114,21 @@ def time_calls(
         zip([*graphs, *alone], map(statistics.median, shuffled(replays, rounds)), strict=True)
     )
     us = {name: (medians[name] - medians[count]) / count for name, (_, count) in graphs.items()}
-    return Times(us, failed)
+    seconds = {"captures": captured - begin, "rounds": time.perf_counter() - captured}
+    us |= long
+    return Times({name: us[name] for name in rough if name in us}, failed, seconds)
+
+
+def _tried(name: str, make: Callable[[], _Made], failed: dict[str, str]) -> _Made | None:
+    """What a contender's code makes; None, with the reason in `failed`, where it refuses."""
+    import torch
+
+    try:
+        return make()
+    except FAILURES as exc:
+        torch.cuda.synchronize()  # raises again where the device is lost
+        failed[name] = first_line(exc)
+        return None
 
 
 def _with_control(contenders: Sequence[Contender]) -> list[Contender]:
@@ -247,8 +274,8 @@ def first_line(exc: BaseException) -> str:
     return (lines[0] or type(exc).__name__)[:200]
 
 
-def _calls_of(one: Contender, copies: int) -> int:
-    """How many calls its graph holds: by the time of a few calls outside of a graph."""
+def _rough_us(one: Contender, copies: int) -> float:
+    """Microseconds of a call by a few calls outside of a graph."""
     import torch
 
     with one.around():
@@ -259,8 +286,12 @@ def _calls_of(one: Contender, copies: int) -> int:
             one.call(i % copies)
         end.record()
         end.synchronize()
-    each = start.elapsed_time(end) * 1e3 / 3
-    wanted = round(GRAPH_US / max(float(each), 1.0))
+    return float(start.elapsed_time(end)) * 1e3 / 3
+
+
+def _calls_of(us: float, copies: int) -> int:
+    """How many calls the graph of a call of this length holds."""
+    wanted = round(GRAPH_US / max(us, 1.0))
     return min(MAX_CALLS, max(MIN_CALLS, min(copies, 16), wanted))
 
 

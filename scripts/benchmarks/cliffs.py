@@ -1,9 +1,10 @@
 """``scripts/bench cliffs``: where a served call is slower than what the machine already has.
 
 Calls are drawn from everything that is served, by turns over its domains (`cliffs_draws`), and each
-is timed beside everything else that is installed. One in `COMPILED_EVERY` also meets FlexAttention
-and torch.compile. The tables have the share below 0.97 and the worst by domain. A later run goes on
-with ``--json FILE``, and ``--gpus 0,1`` measures on two GPUs.
+is timed beside everything else that is installed. The tables have the share below 0.97 and the
+worst by domain. A later run goes on with ``--json FILE``. ``--gpus 0,1`` measures on two GPUs, and
+``--shard 0/2`` every other call. ``compiled`` has one in `COMPILED_EVERY` of the same calls also
+beside FlexAttention and torch.compile, whose compilation takes far longer than the rest.
 
 The other presets read such a file by ``--rows FILE``. ``failures`` measures its calls below 0.97
 again, ``worst`` the ten slowest in three fresh processes. ``smallest`` halves one extent of a cliff
@@ -31,15 +32,17 @@ CLIFF = 0.9
 WORST, RUNS = 10, 3
 OWN = ("own", "own decision", "selection")
 """Kinds of answers by own kernels."""
+ATTENTION, PRODUCTS = ("attention", "paged", "packed"), ("product", "e4m3", "experts")
+"""Operations of the domains that own shares are of."""
 SHRINK_S = 60.0
 """No smaller call is begun after this."""
 
 
-def measure(case: Draw, _: Namespace) -> Row:
+def measure(case: Draw, args: Namespace) -> Row:
     """Times beside everything else, errors, and the kind of answer."""
     from benchmarks.cliffs_calls import measured
 
-    return measured(case.call, case.index % COMPILED_EVERY == 0)
+    return measured(case.call, args.preset == "compiled")
 
 
 def drawn(args: Namespace) -> list[Draw]:
@@ -110,7 +113,7 @@ def smallest_line(row: Row) -> str:
 
 
 def table(measured: Sequence[Row]) -> list[str]:
-    """Totals, then domains, the worst first, then the slowest calls."""
+    """Operations, totals, the slowest calls; then all domains, the worst first, and faults."""
     timed = [(ratio, row) for row in measured if (ratio := rows.over_fastest(row)) is not None]
     timed.sort(key=lambda pair: pair[0])
     lines = rows.ratio_table([{**row, "group": row["group"].partition(",")[0]} for row in measured])
@@ -119,14 +122,23 @@ def table(measured: Sequence[Row]) -> list[str]:
         least.setdefault(row["group"], ratio)
     order = sorted(measured, key=lambda row: least.get(row["group"], float("inf")))
     share = sum(ratio < rows.FLOOR for ratio, _ in timed) / max(1, len(timed))
-    own = sum(row.get("answered") in OWN for row in measured) / max(1, len(measured))
-    lines += ["", f"{len(timed)} timed, {share:.1%} below {rows.FLOOR}, own share {own:.0%}", ""]
-    lines += [*rows.ratio_table(order), "", "the slowest:", ""]
+    lines += [f"{len(timed)} timed, {share:.1%} below {rows.FLOOR}, {own_share(measured)}", ""]
     for ratio, row in timed[: 2 * WORST]:
         left = f"; smallest: {row['smallest']}" if row.get("smallest") else ""
         lines.append(f"- {ratio:.3f} {row.get('answered', '')}: {row['case']}{left}")
+    lines += ["", *rows.ratio_table(order), ""]
     lost = [row for row in measured if rows.is_wrong(row)]
     return lines + [f"- wrong or lost: {row['case']}: {_fault(row)}" for row in lost]
+
+
+def own_share(measured: Sequence[Row]) -> str:
+    """Parts of attention's calls and of products that own kernels answered."""
+    shares = []
+    for name, operations in (("attention", ATTENTION), ("products", PRODUCTS)):
+        mine = [row for row in measured if row["group"].partition(",")[0] in operations]
+        own = sum(row.get("answered") in OWN for row in mine)
+        shares.append(f"{name} {own / max(1, len(mine)):.0%}")
+    return f"own share: {', '.join(shares)}"
 
 
 def _fault(row: Row) -> str:
@@ -175,6 +187,12 @@ BENCH = Bench(
     __doc__,
     {
         "draws": DRAWS,
+        "compiled": replace(
+            DRAWS,
+            text="some of them also beside FlexAttention and torch.compile",
+            cases=lambda args: drawn(args)[::COMPILED_EVERY],
+            limit_s=300.0,
+        ),
         "failures": replace(
             DRAWS,
             text="calls of --rows below 0.97, wrong or lost",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,18 +12,20 @@ import torch
 import tuner
 from benchmarks import harness
 from benchmarks.cliffs_draws import Call, Packed, Plain
+from benchmarks.cliffs_holes import serving_call
 from benchmarks.harness import FAILURES, Contender, Row, first_line
 from benchmarks.paged import PEER, Batch
 from benchmarks.paged_batches import Case as Pages
 from benchmarks.population_calls import measured as model_call_measured
+from benchmarks.population_ways import ENABLED
 from benchmarks.products_ways import Tensors, algorithm_ways, torch_ways
 from tuner.families.peers import installed
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, GroupedGemmProblem
 from tuner.problem.grouped_gemm import rows_of
 from tuner.problem.population import ModelCall
 
-BUDGET_US = 3e5
-"""All rounds of a call take about so long."""
+BUDGET_US, ALGORITHMS = 1.2e5, 8
+"""All rounds of a call take about so long; as many algorithms as cuBLASLt's heuristic returns."""
 FLASHINFER_WIDTHS = (64, 128, 256)
 """Head dimensions that FlashInfer has prebuilt kernels of."""
 MAX_ERRORS = {"float16": 5e-3, "bfloat16": 3e-2, E4M3: 1e-1}
@@ -49,15 +52,28 @@ def measured(
         budget_us: all rounds of such a call take about so long.
         peers: False to leave out peers of such a call but PyTorch.
     """
+    begin = time.perf_counter()
+    row = _measured(call, compiles, further, budget_us, peers)
+    seconds = {**row.get("seconds", {}), "all": time.perf_counter() - begin}
+    row["seconds"] = {name: round(value, 3) for name, value in seconds.items()}
+    return row
+
+
+def _measured(call: Call, compiles: bool, further: Further, budget_us: float, peers: bool) -> Row:
     with torch.inference_mode():
         torch.manual_seed(0)
         if isinstance(call, ModelCall):
 
             def ways(inputs: Sequence[Any]) -> list[Contender]:
                 calls = further(lambda i: _operands(inputs[i].tensors, bool(call.views)))
+                serving = None
+                if isinstance(call.problem, AttentionProblem) and peers and not call.mask:
+                    serving = serving_call(call.problem)
+                if serving is not None:
+                    calls = {**calls, PEER: lambda i: serving(*inputs[i].tensors)}
                 return [Contender(name, one) for name, one in calls.items()]
 
-            row = model_call_measured(call, "cuda", compiles, budget_us, ways, peers)
+            row = model_call_measured(call, "cuda", compiles, budget_us, ways, peers, [ENABLED])
             return {**row, "problem": call.problem.to_json()}
         if isinstance(call, Pages):
             return paged(call)
@@ -108,6 +124,7 @@ def timed(
         "reason": "" if stats is None else ", ".join(stats.fallbacks),
         **{"us": times.us, "failed": {**failed, **times.failed}, "wrong": wrong},
         "errors": {name: error for name, (error, _) in errors.items()},
+        "seconds": dict(times.seconds),
     }
 
 
@@ -259,7 +276,7 @@ def product(
     ways = [way for way in torch_ways(tensors) if peers or way[0] == "pytorch"]
     calls: dict[str, Any] = {name: make() for name, make in ways}
     calls["tuner"] = scaled if tensors.factors else linear
-    calls |= {name: make() for name, make in algorithm_ways(tensors) if peers}
+    calls |= {name: make() for name, make in algorithm_ways(tensors, ALGORITHMS) if peers}
     if compiles and not tensors.factors:
         options = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
         compiled = torch.compile(torch.nn.functional.linear, **options)

@@ -68,7 +68,7 @@ __all__ = [
     "time_host",
 ]
 HARNESS_OPTIONS = (
-    *("preset", "list", "only", "limit", "smoke", "json", "table", "time_limit", "gpus"),
+    *("preset", "list", "only", "limit", "shard", "smoke", "json", "table", "time_limit", "gpus"),
     *("compile_only", "worker"),
 )
 """Options that say nothing of a row; the others are a part of a file's heading."""
@@ -189,6 +189,7 @@ def parser_of(bench: Bench) -> Parser:
     add("--list", action="store_true", help="print the cases; no GPU")
     add("--only", metavar="TEXT", help="only cases whose label contains this")
     add("--limit", type=int, metavar="N", help="only the first N cases")
+    add("--shard", type=_shard, metavar="I/N", help="every N-th case, from case I on (from 0)")
     add("--smoke", action="store_true", help="one case of a few seconds")
     add("--seed", default="0", help="any text; commit: the hash of HEAD")
     add("--json", type=Path, metavar="FILE", help="append rows there; a later run goes on with it")
@@ -220,7 +221,16 @@ def cases_of(preset: Preset, args: Namespace) -> list[Any]:
     if args.smoke:
         return [preset.smoke or preset.cases(args)[0]]
     cases = [case for case in preset.cases(args) if (args.only or "") in case.label]
-    return cases[: args.limit]
+    first, step = args.shard or (0, 1)
+    return cases[: args.limit][first::step]
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Index and number of parts of ``--shard``."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I below N (as 0/2)")
+    return int(index), int(count)
 
 
 def _measure(

@@ -165,14 +165,12 @@ class Batch:
         """Page tables of all copies, of the pages at these places."""
         import torch
 
-        tables = []
         columns = -(-self.case.longest // self.case.page_size)
-        for part in places.view(self.copies, -1):
-            table = torch.zeros(len(self.case.pages), columns, dtype=torch.int32, device="cuda")
-            for row, pages in zip(table, part.split(self.case.pages), strict=True):
-                row[: len(pages)] = pages
-            tables.append(table)
-        return tables
+        counts = torch.tensor(self.case.pages, device="cuda")
+        held = torch.arange(columns, device="cuda") < counts[:, None]
+        tables = torch.zeros(self.copies, *held.shape, dtype=torch.int32, device="cuda")
+        tables[held.expand_as(tables)] = places.int()
+        return list(tables)
 
     def before(self, _: int) -> Any:
         """Write the queries."""

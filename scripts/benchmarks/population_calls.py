@@ -6,7 +6,7 @@ PyTorch's over all, before anything is timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ def measured(
     budget_us: float = BUDGET_US,
     further: Callable[[Sequence[Inputs]], Iterable[Contender]] = lambda inputs: (),
     peers: bool = True,
+    without: Collection[str] = (),
 ) -> dict[str, Any]:
     """One row: who answered, errors and microseconds by contender, and why others have none.
 
@@ -75,11 +76,13 @@ def measured(
         budget_us: as of `time_calls`.
         further: makes other contenders from the copies of the tensors.
         peers: False to leave out all others but PyTorch and the tuner.
+        without: names of contenders to leave out.
     """
     torch.manual_seed(0)
     inputs = made(call, device, copies_of(call))
     usual = contenders(call, inputs, compiles)
     ways = [way for way in usual if peers or way.name in (PYTORCH, TUNER)]
+    ways = [way for way in ways if way.name not in without]
     ways += further(inputs)
     with torch.inference_mode():
         outputs, failed, kind, reason = _outputs(call, ways)
@@ -97,6 +100,7 @@ def measured(
     return {
         **{"answered": kind, "reason": reason, "us": times.us, "errors": errors, "wrong": wrong},
         **{"failed": {**failed, **times.failed}, "copies": len(inputs)},
+        "seconds": dict(times.seconds),
     }
 
 

@@ -270,7 +270,7 @@ def table_ways(tensors: Tensors) -> Iterator[Way]:
     yield "vllm", make
 
 
-def algorithm_ways(tensors: Tensors) -> Iterator[Way]:
+def algorithm_ways(tensors: Tensors, count: int = ALGORITHMS) -> Iterator[Way]:
     """Algorithms that cuBLASLt's heuristic lists first, where it takes the product."""
     from tuner.runtime.call import devices
 
@@ -278,7 +278,7 @@ def algorithm_ways(tensors: Tensors) -> Iterator[Way]:
     if family.supports(tensors.problem, devices.gpu_of(0)):
         return
     flat = [factor.view(-1) for factor in tensors.factors]
-    for index, config in enumerate(family.listing(tensors.problem, None)[:ALGORITHMS]):
+    for index, config in enumerate(family.listing(tensors.problem, None)[:count]):
         call = family.vendor_call(tensors.problem, config, 1.0)
         if not isinstance(call, str):
 

@@ -230,16 +230,17 @@ def paged_attention(
     reach no result, infinities included. Lengths, starts and table lie on the device, so a captured
     CUDA graph serves lengths that grow up to `max_seqlen_k`. Keys beyond it are not seen.
 
-    A tuned kernel does not check its inputs on the device:
+    Kernels do not check their inputs on the device:
 
     - cu_seqlens_q must begin with 0, never decrease, and end within `query`;
     - no sequence may have more than `max_seqlen_q` queries;
     - entries of the table that are read must name pages of the cache.
 
-    PyTorch's operations answer calls that no tuned kernel serves, one sequence after the other.
-    They read the lengths on the host, which waits for the device and cannot be captured. Each such
-    call is counted by its reason (`tuner.stats`). Kernels are selected by B and the longest
-    lengths, each rounded up to a power of two.
+    PyTorch's FlashAttention-2 answers calls that no tuned kernel serves, over keys and values that
+    are copied out of their pages. With a soft cap, with D above 256 or not a multiple of 8, and off
+    CUDA, PyTorch's operations answer. They read the lengths on the host, which waits for the device
+    and cannot be captured. Each such call is counted by its reason (`tuner.stats`). Kernels are
+    selected by B and the longest lengths, each rounded up to a power of two.
 
     Args:
         query: (total_q, H, D), fp16, bf16 or float8_e4m3fn.
@@ -278,8 +279,8 @@ def paged_attention(
 
     Raises:
         ConfigError: before any launch, on tensors that are not as above, a page size that is not a
-            multiple of 16, or lengths beyond the table's row. PyTorch's fallback also raises it on
-            lengths that do not fit the tensors.
+            multiple of 16, or lengths beyond the table's row; in a capture of a call as described
+            above. Where lengths are read on the host, also on those that do not fit the tensors.
         Exception: an error of an earlier kernel.
     """
     queries, keys = checked(

@@ -1,4 +1,6 @@
-"""Attention over a paged cache by PyTorch's operations, one sequence after the other."""
+"""Attention over a paged cache by PyTorch: its FlashAttention-2 over a copy of the keys and values,
+or where that does not take the call its operations, one sequence after the other.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ from typing import NamedTuple
 import torch
 
 from tuner.errors import ConfigError
+from tuner.runtime.attention import flash2
 from tuner.runtime.attention.composed import Extras
+from tuner.runtime.call import handed_over
 
 #: Bytes of scores held at once.
 _SCORES_BYTES = 1 << 28
+#: Bytes of keys and values that are copied out of their pages at once.
+_DENSE_BYTES = 1 << 30
 
 
 class Paged(NamedTuple):
@@ -55,12 +61,18 @@ def output_type(query: torch.Tensor) -> torch.dtype:
 
 
 def composed(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (total_q, H, D) and log-sum-exp (H, total_q), a block of a sequence's rows at a time.
+    """Output (total_q, H, D) and log-sum-exp (H, total_q).
 
     Raises:
-        ConfigError: on lengths that do not fit the tensors.
+        ConfigError: on lengths that do not fit the tensors, and within a capture, where
+            FlashAttention-2 does not take the call.
     """
     query, total = call.query, call.query.shape[0]
+    is_empty = not (call.page_table.numel() and call.longest_q and call.longest_kv)
+    is_plain = not (is_empty or call.extras.softcap)
+    if is_plain and flash2.takes(query, call.key, call.value, call.dtype):
+        return _by_flash2(call)
+    flash2.check_uncaptured("tuner.paged_attention")
     wide = torch.promote_types(call.dtype, torch.float32)
     lengths = call.seqused_k.tolist()
     room = min(call.longest_kv, call.page_table.shape[1] * call.key.shape[1])
@@ -146,3 +158,55 @@ def _rows(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     if cache.dtype == torch.float8_e4m3fn:
         return cache.view(torch.uint8)[pages].flatten(0, 1).view(cache.dtype)
     return cache[pages].flatten(0, 1)
+
+
+def _by_flash2(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `composed`, over keys and values that are copied out of their pages, some sequences at a
+    time. No length is read on the host.
+    """
+    size, columns = call.key.shape[1], -(-call.longest_kv // call.key.shape[1])
+    columns = min(columns, call.page_table.shape[1])
+    room, device, batch = columns * size, call.query.device, call.batch
+    used = call.seqused_k.clamp(0, room)
+    firsts = torch.arange(columns, device=device) * size
+    pages = call.page_table[:, :columns].masked_fill(firsts >= used[:, None], 0).long()
+    (query,) = handed_over.aligned(_widened(call.query, call, 0))
+    total, queries = query.shape[0], call.longest_q
+    is_even = call.starts_q is None or (queries == 1 and total == batch)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
+    if not is_even:
+        assert call.starts_q is not None
+        # A single query would count as one of each sequence.
+        starts, queries = call.starts_q, max(2, queries)
+    out = query.new_empty(query.shape)
+    lse = torch.empty(query.shape[1::-1], dtype=torch.float32, device=device)
+    step = max(1, _DENSE_BYTES // max(1, 4 * room * call.key.shape[2] * query.shape[2]))
+    window = call.extras.left, call.extras.right
+    for first, last in pairwise([*range(0, batch, step), batch]):
+        rows = slice(first * queries, last * queries) if is_even else slice(None)
+        of_rows = starts[first : last + 1] - (rows.start or 0)
+        of_keys = torch.arange(last - first + 1, dtype=torch.int32, device=device) * room
+        dense = (
+            _widened(_rows(cache, pages[first:last].flatten()), call, side)
+            for side, cache in enumerate((call.key, call.value), 1)
+        )
+        new = flash2.packed(
+            *(query[rows], *dense, (of_rows, of_keys), (queries, room)),
+            *(call.is_causal, call.scale, window, used[first:last]),
+        )
+        if not is_even and first:  # rows of the sequences before are not among the new ones
+            is_new = torch.arange(total, device=device) >= starts[first]
+            new = torch.where(is_new[:, None, None], new[0], out), torch.where(is_new, new[1], lse)
+        out[rows], lse[:, rows] = new
+    if call.sinks is not None:
+        sinks = call.sinks.float()[:, None]
+        out = (out * (lse - sinks).sigmoid().t()[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, sinks)
+    return out, lse
+
+
+def _widened(tensor: torch.Tensor, call: Paged, side: int) -> torch.Tensor:
+    """(rows, heads, D) in the output's type: elements of e4m3 times their factors."""
+    if not call.descales:
+        return tensor
+    return tensor.to(call.dtype) * call.descales[side].to(call.dtype)[:, None]

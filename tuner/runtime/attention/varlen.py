@@ -13,6 +13,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.problem.attention import rounded
+from tuner.runtime.attention import flash2
 from tuner.runtime.attention.attention_call import scale_of
 from tuner.runtime.call import devices, guards, native
 from tuner.runtime.call.plan import KernelPlan, Plan, Posed
@@ -132,9 +133,30 @@ class VarlenCall(_Packed, Call):
             plan = _sized(plan, sizes, query.shape, value.shape, self.scale)
         return (plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
 
-    def by_pytorch(self) -> torch.Tensor:
-        """PyTorch's attention of each sequence; reads the lengths on the host."""
+    @property
+    def _fits_flash2(self) -> bool:
+        """Its causal mask is bottom-right, so queries and keys must have the same lengths there."""
         query, key, value = self.query, self.key, self.value
+        is_alike = self.starts_q is self.starts_kv or not self.is_causal
+        is_grouped = query.shape[1] != key.shape[1]
+        is_empty = not (self.batch and self.longest_q and self.longest_kv)
+        return (
+            is_alike
+            and not is_empty
+            and query.dtype == key.dtype == value.dtype
+            and (self.enable_gqa or not is_grouped)
+            and flash2.takes(query, key, value, query.dtype)
+        )
+
+    def by_pytorch(self) -> torch.Tensor:
+        """PyTorch's FlashAttention-2 of all sequences; where it does not take the call, PyTorch's
+        attention of each, which reads the lengths on the host.
+        """
+        query, key, value = self.query, self.key, self.value
+        if self._fits_flash2:
+            lengths = (self.starts_q, self.starts_kv), (self.longest_q, self.longest_kv)
+            return flash2.packed(query, key, value, *lengths, self.is_causal, self.scale)[0]
+        flash2.check_uncaptured("tuner.attention_varlen")
         of_queries = _ends(self.starts_q, "cu_seqlens_q", query.shape[0], self.longest_q)
         of_keys = _ends(self.starts_kv, "cu_seqlens_kv", key.shape[0], self.longest_kv)
         done = []
@@ -254,12 +276,14 @@ def attention_varlen(
     cu_seqlens_kv[b]..cu_seqlens_kv[b + 1]; either range may be empty. Queries without keys have
     zeros for their output.
 
-    PyTorch's attention answers calls that no tuned kernel serves, one sequence after the other. It
-    reads the lengths on the host, which waits for the device and cannot be captured in a CUDA
-    graph. Each such call is counted by its reason (`tuner.stats`). Kernels are selected by B and
-    the longest lengths, each rounded up to a power of two.
+    PyTorch's FlashAttention-2 answers calls that no tuned kernel serves. It takes fp16 and bf16
+    without gradients, D a multiple of 8 to 256, and a causal mask where `cu_seqlens_kv` is the
+    tensor `cu_seqlens_q`. Others are answered one sequence after the other, by lengths that are
+    read on the host, which cannot be captured in a CUDA graph. Each such call is counted by its
+    reason (`tuner.stats`). Kernels are selected by B and the longest lengths, each rounded up to a
+    power of two.
 
-    A tuned kernel does not check the lengths on the device. cu_seqlens must begin with 0, never
+    Kernels do not check the lengths on the device. cu_seqlens must begin with 0, never
     decrease, and end within the tensors, and no sequence may exceed the given longest lengths.
     Values behind a sequence, up to the next whole tile, are multiplied by zero. An infinity or a
     NaN there would reach the output, so all of `value` must be finite.
@@ -281,8 +305,9 @@ def attention_varlen(
         and so are their gradients.
 
     Raises:
-        ConfigError: on tensors that are not as above, or longest lengths below 0. PyTorch's
-            fallback also raises it on lengths that do not fit the tensors.
+        ConfigError: on tensors that are not as above, or longest lengths below 0; in a capture of
+            a call as described above. Where lengths are read on the host, also on those that do
+            not fit the tensors.
         Exception: an error of `scaled_dot_product_attention` on arguments that it refuses, or of an
             earlier kernel.
     """

@@ -1,0 +1,89 @@
+"""PyTorch's FlashAttention-2 over sequences whose lengths only the device knows.
+
+It reads no length on the host, so that calls by it can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tuner.errors import ConfigError
+from tuner.problem.attention import NARROW_HEAD_DIM
+from tuner.runtime.call import devices, guards
+
+_WIDTH_STEP = 8
+_HALF = torch.float16, torch.bfloat16
+_forward = torch.ops.aten._flash_attention_forward.default
+
+
+def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True if it computes attention of such tensors, in this type, without a gradient.
+
+    Args:
+        query: (..., H, D).
+        key: (..., HKV, D).
+        value: (..., HKV, D).
+        dtype: type that the tensors have, or are copied to.
+    """
+    (heads, width), heads_kv = query.shape[-2:], key.shape[-2]
+    return (
+        query.is_cuda
+        and dtype in _HALF
+        and key.shape[-2:] == value.shape[-2:]
+        and 0 < width <= NARROW_HEAD_DIM
+        and width % _WIDTH_STEP == 0
+        and heads_kv > 0
+        and heads % heads_kv == 0
+        and bool(query.numel() and key.numel())
+        and not guards.wants_gradient(query, key, value)
+    )
+
+
+def check_uncaptured(name: str) -> None:
+    """Refuse a capture of a call whose lengths PyTorch would read on the host.
+
+    Raises:
+        ConfigError: within a capture.
+    """
+    if torch.cuda.is_available() and devices.is_capturing():
+        raise ConfigError(
+            f"{name} cannot be captured here: no tuned kernel serves the call, and PyTorch's "
+            "operations read its lengths on the host (allowed in a capture without such a kernel: "
+            f"no soft cap, no gradient, D a multiple of {_WIDTH_STEP} to {NARROW_HEAD_DIM})"
+        )
+
+
+def packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    window: tuple[int, int] = (-1, -1),
+    used: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (total_q, H, D) and log-sum-exp (H, total_q) of packed sequences.
+
+    Args:
+        query: (total_q, H, D).
+        key: (total_kv, HKV, D).
+        value: as `key`.
+        starts: int32 (B + 1), of queries and of keys.
+        longest: queries and keys of a sequence at most.
+        is_causal: bottom-right mask.
+        scale: factor of the scores.
+        window: keys that a query sees before and after its own; -1: no limit.
+        used: int32 (B), keys of each sequence; None: all up to the next start.
+    """
+    out, lse, *_ = _forward(
+        *(query, key, value, *starts, *longest, 0.0, is_causal, False),
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=0 if is_causal else window[1],
+        seqused_k=used,
+    )
+    return out, lse.masked_fill(lse == math.inf, -math.inf)
