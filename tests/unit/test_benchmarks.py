@@ -122,7 +122,7 @@ def test_every_schedule_of_pages_is_timed_for_a_fit(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fake_device")
 def test_peers_of_a_product_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.cliffs_calls.algorithm_ways", lambda tensors: [])
+    monkeypatch.setattr("benchmarks.cliffs_calls.algorithm_ways", lambda *_: [])
     case = population_peers.PeerCase(GemmProblem(9, 64, 32, dtype="bfloat16"), "products")
     with on_the_cpu():
         row = population_peers.peer_measured(case, Namespace())

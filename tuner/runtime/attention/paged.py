@@ -279,8 +279,8 @@ def paged_attention(
 
     Raises:
         ConfigError: before any launch, on tensors that are not as above, a page size that is not a
-            multiple of 16, or lengths beyond the table's row; in a capture of a call as described
-            above. Where lengths are read on the host, also on those that do not fit the tensors.
+            multiple of 16, or lengths beyond the table's row. Calls whose lengths are read on the
+            host raise it in a capture, and on lengths that do not fit the tensors.
         Exception: an error of an earlier kernel.
     """
     queries, keys = checked(

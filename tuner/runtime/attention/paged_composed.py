@@ -1,5 +1,6 @@
-"""Attention over a paged cache by PyTorch: its FlashAttention-2 over a copy of the keys and values,
-or where that does not take the call its operations, one sequence after the other.
+"""Attention over a paged cache by PyTorch: its FlashAttention-2 over a copy of the keys and values.
+
+PyTorch's operations answer calls that it does not take, one sequence after the other.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class VarlenCall(_Packed, Call):
         )
 
     def by_pytorch(self) -> torch.Tensor:
-        """PyTorch's FlashAttention-2 of all sequences; where it does not take the call, PyTorch's
-        attention of each, which reads the lengths on the host.
+        """PyTorch's FlashAttention-2 of all sequences, or PyTorch's attention of each where it does
+        not take the call. The latter reads the lengths on the host.
         """
         query, key, value = self.query, self.key, self.value
         if self._fits_flash2:
@@ -280,10 +280,9 @@ def attention_varlen(
     without gradients, D a multiple of 8 to 256, and a causal mask where `cu_seqlens_kv` is the
     tensor `cu_seqlens_q`. Others are answered one sequence after the other, by lengths that are
     read on the host, which cannot be captured in a CUDA graph. Each such call is counted by its
-    reason (`tuner.stats`). Kernels are selected by B and the longest lengths, each rounded up to a
-    power of two.
+    reason (`tuner.stats`).
 
-    Kernels do not check the lengths on the device. cu_seqlens must begin with 0, never
+    Kernels are selected by B and the longest lengths, each rounded up to a power of two. They do not check the lengths on the device. cu_seqlens must begin with 0, never
     decrease, and end within the tensors, and no sequence may exceed the given longest lengths.
     Values behind a sequence, up to the next whole tile, are multiplied by zero. An infinity or a
     NaN there would reach the output, so all of `value` must be finite.
@@ -305,9 +304,9 @@ def attention_varlen(
         and so are their gradients.
 
     Raises:
-        ConfigError: on tensors that are not as above, or longest lengths below 0; in a capture of
-            a call as described above. Where lengths are read on the host, also on those that do
-            not fit the tensors.
+        ConfigError: on tensors that are not as above, or longest lengths below 0. Calls whose
+            lengths are read on the host raise it in a capture, and on lengths that do not fit the
+            tensors.
         Exception: an error of `scaled_dot_product_attention` on arguments that it refuses, or of an
             earlier kernel.
     """
