@@ -65,12 +65,11 @@ def _measured(call: Call, compiles: bool, further: Further, budget_us: float, pe
         if isinstance(call, ModelCall):
 
             def ways(inputs: Sequence[Any]) -> list[Contender]:
-                calls = further(lambda i: _operands(inputs[i].tensors, bool(call.views)))
-                serving = None
+                calls = dict(further(lambda i: _operands(inputs[i].tensors, bool(call.views))))
                 if isinstance(call.problem, AttentionProblem) and peers and not call.mask:
                     serving = serving_call(call.problem)
-                if serving is not None:
-                    calls = {**calls, PEER: lambda i: serving(*inputs[i].tensors)}
+                    if serving is not None:
+                        calls[PEER] = lambda i: serving(*inputs[i].tensors)
                 return [Contender(name, one) for name, one in calls.items()]
 
             row = model_call_measured(call, "cuda", compiles, budget_us, ways, peers, [ENABLED])

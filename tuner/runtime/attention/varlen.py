@@ -282,8 +282,9 @@ def attention_varlen(
     read on the host, which cannot be captured in a CUDA graph. Each such call is counted by its
     reason (`tuner.stats`).
 
-    Kernels are selected by B and the longest lengths, each rounded up to a power of two. They do not check the lengths on the device. cu_seqlens must begin with 0, never
-    decrease, and end within the tensors, and no sequence may exceed the given longest lengths.
+    Kernels are selected by B and the longest lengths, each rounded up to a power of two. They do
+    not check the lengths on the device. cu_seqlens must begin with 0, never decrease, and end
+    within the tensors, and no sequence may exceed the given longest lengths.
     Values behind a sequence, up to the next whole tile, are multiplied by zero. An infinity or a
     NaN there would reach the output, so all of `value` must be finite.
 
