@@ -107,6 +107,13 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._is_intermixed = False
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """An argument's value; an empty one is a shell's variable that is not set."""
+        is_own = action.nargs not in (argparse.PARSER, argparse.REMAINDER)
+        if not arg_string and action.default != "" and is_own:
+            raise argparse.ArgumentError(action, "its value is empty (allowed: a text, or none)")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
+
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message, without the usage. For a wrong choice the message
         suggests the nearest allowed one, for a missing command where they are listed.
