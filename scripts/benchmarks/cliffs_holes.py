@@ -20,12 +20,12 @@ from benchmarks.own_plans import built_artifacts, compile_specs, own_plan
 from tuner.config import Config, Value
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.by_operation import AttentionDomain, domain_of
 from tuner.families.peers import sdpa
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem
 from tuner.problem.population import Chance, ModelCall
 from tuner.search import pool
-from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.portfolio import serving, shipped
 from tuner.store.entry import is_vendor
 

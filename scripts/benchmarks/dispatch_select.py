@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness import Row
+from tuner.families.by_operation import AnyDomain, AttentionDomain, domain_of
 from tuner.families.gemm.domains import MAX_TALL_COLUMNS
 from tuner.problem import Problem
-from tuner.selection.domains import AnyDomain, AttentionDomain, domain_of
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu
 

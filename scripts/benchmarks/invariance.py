@@ -87,9 +87,9 @@ def timed() -> list[Timed]:
 
 def pair(problem: Any) -> tuple[Config | None, Config | None]:
     """The own kernel that is expected to be fastest, and that of the layer's class."""
+    from tuner.families.by_operation import rule_of
     from tuner.selection import invariant
     from tuner.selection.portfolio import shipped
-    from tuner.selection.rules import rule_of
 
     if rule := rule_of(problem):
         usual, portfolio = rule.select(problem, DEFAULT_GPU), None

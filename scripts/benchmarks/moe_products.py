@@ -12,8 +12,8 @@ from benchmarks.harness import Contender, Row
 from benchmarks.moe_layers import Product, counts_of, routed, weights_of
 from benchmarks.moe_peers import MASKED_TOKENS, deep_gemm
 from benchmarks.own_plans import plans_of
+from tuner.families.block_scaled_gemm.rates_fit import kernel_name
 from tuner.problem import SCALE_BLOCK, GroupedGemmProblem
-from tuner.search.fits.rates_fit import kernel_name
 
 BUDGET_US = 1e5
 """All rounds of a product take about so long."""

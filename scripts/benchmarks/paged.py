@@ -37,13 +37,13 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import KernelSpec, Strides
+from tuner.families.by_operation import AttentionDomain
 from tuner.families.fused_attention import wide_rule
 from tuner.families.peers import installed, stream_of
 from tuner.families.peers.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3
 from tuner.problem.attention import NARROW_HEAD_DIM
-from tuner.selection.domains import AttentionDomain
 
 FAMILY = family("fused_attention")
 PEER = "flash3_serving"

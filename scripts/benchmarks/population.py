@@ -42,6 +42,7 @@ from benchmarks.population_widths import compile_widths
 from benchmarks.population_widths import measured as width_measured
 from tuner.cli import Parser
 from tuner.errors import ConfigError
+from tuner.families.by_operation import AttentionDomain
 from tuner.hardware import Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 from tuner.problem import listing as problem_listing
@@ -55,7 +56,6 @@ from tuner.problem.population import (
     subset,
 )
 from tuner.selection.choice import Selection
-from tuner.selection.domains import AttentionDomain
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu, lookup
 from tuner.store.entry import is_vendor

@@ -19,13 +19,13 @@ from benchmarks.harness import Row
 from tuner.base import resources
 from tuner.config import Config
 from tuner.families import families
+from tuner.families.by_operation import ProductDomain
 from tuner.families.peers import ANSWERS
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.runners import recording_archive
 from tuner.search import sampled_problems
-from tuner.selection.domains import ProductDomain
 
 BUDGET_US = 3e4
 """All rounds of a call take about so long: a fit has many calls of each kernel."""

@@ -12,8 +12,8 @@ from benchmarks.moe_peers import deep_gemm
 from benchmarks.own_plans import built_artifacts, own_plan, plans_of
 from tuner.config import Config
 from tuner.families import families
+from tuner.families.block_scaled_gemm.rates_fit import kernel_name
 from tuner.problem import DTYPE_BYTES, SCALE_BLOCK, GemmProblem
-from tuner.search.fits.rates_fit import kernel_name
 
 Call = Callable[[int], Any]
 Way = tuple[str, Callable[[], Call]]

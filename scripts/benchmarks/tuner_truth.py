@@ -26,13 +26,13 @@ from tuner.base import document
 from tuner.config import Config
 from tuner.families import families, families_of
 from tuner.families.base import Family, KernelSpec
+from tuner.families.by_operation import rule_of
 from tuner.families.rule import RuleSelection
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.search import pool
 from tuner.selection.choice import Selection
 from tuner.selection.portfolio import serving, shipped
-from tuner.selection.rules import rule_of
 from tuner.store.entry import is_vendor
 
 VARIANTS, FINALISTS, NEAR_FINALISTS = 2, 5, 2

@@ -14,11 +14,11 @@ from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
 from tuner.errors import NotInvariantError
 from tuner.families import families
 from tuner.families.base import KernelSpec
+from tuner.families.by_operation import rule_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, GroupedGemmProblem, SwigluProblem
 from tuner.selection import invariant
 from tuner.selection.portfolio import shipped
-from tuner.selection.rules import rule_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [

@@ -12,6 +12,7 @@ from fused_configs import maker
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.attention_work import TERMS, AttentionSizes, AttentionTiling, work
+from tuner.families.by_operation import AttentionDomain
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
@@ -19,7 +20,6 @@ from tuner.search import portfolio as fitting
 from tuner.search import timed
 from tuner.selection import portfolio
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
-from tuner.selection.domains import AttentionDomain
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.reader import close
 

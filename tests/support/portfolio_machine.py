@@ -15,12 +15,12 @@ from runtime_machine import PATTERN, SDPA, WRITTEN, Machine, inputs, same
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.families import families
+from tuner.families.by_operation import AttentionDomain
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
-from tuner.selection.domains import AttentionDomain
 from tuner.selection.kernels import PROVE
 from tuner.selection.portfolio import Portfolio
 

@@ -26,12 +26,12 @@ from tuner import settings
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.by_operation import AttentionDomain
 from tuner.families.peers import ANSWERS, installed
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.selection import peer_ratios
-from tuner.selection.domains import AttentionDomain
 from tuner.selection.peer_ratios import PeerRatios
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.ratios import Ratios

@@ -12,12 +12,12 @@ from fused_configs import maker
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families, family
+from tuner.families.by_operation import AttentionDomain, domain_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import block_masks
 from tuner.measure.gate.inputs import kinds_of
 from tuner.measure.tolerance import floor_work
 from tuner.problem import AttentionProblem, problem_from_json
-from tuner.selection.domains import AttentionDomain, domain_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 FAMILY = family("fused_attention")

@@ -10,10 +10,10 @@ from rule_trials import check_products, checked_trials
 from tuner.families import families
 from tuner.families.block_scaled_gemm import rule as block_scaled
 from tuner.families.block_scaled_gemm import serial
+from tuner.families.by_operation import rule_of
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import E4M3, GemmProblem
 from tuner.selection.invariant import select
-from tuner.selection.rules import rule_of
 
 
 def problem(rows: int, n: int = 7168, k: int = 2048) -> GemmProblem:

@@ -19,13 +19,13 @@ from tuner.cli import main
 from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.families.block_scaled_gemm import rule as block_scaled
+from tuner.families.by_operation import AttentionDomain, domain_of
 from tuner.families.fused_attention import values_rule, wide_rule
 from tuner.families.fused_attention_backward import rule as backward
 from tuner.families.grouped_gemm import rule as grouped
 from tuner.families.mla_decode import rule as latent
 from tuner.measure.gate import REFERENCE
 from tuner.selection import portfolio, transfer
-from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.kernels import path_of, targets
 from tuner.selection.portfolio import shipped

@@ -13,8 +13,8 @@ from benchmarks import cliffs_holes, rows
 from benchmarks.cliffs_holes import CANDIDATES, HOLES, further, neighbours, own_configs
 from tuner.config import Config
 from tuner.families import family
+from tuner.families.by_operation import domain_of
 from tuner.hardware import DEFAULT_GPU
-from tuner.selection.domains import domain_of
 
 NONE = Namespace(seed="0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuner.families import families
+from tuner.families.by_operation import AnyDomain, AttentionDomain, ProductDomain
 from tuner.families.gemm.domains import Rows
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
@@ -17,7 +18,6 @@ from tuner.search.corrections import (
     corrected,
     margins,
 )
-from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
 from tuner.selection.portfolio import serving, shipped
 
 H200 = GPUS["H200"]

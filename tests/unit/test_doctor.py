@@ -241,12 +241,12 @@ def test_another_gpu_than_hopper_has_tritons_attention(
 ) -> None:
     gpu = Gpu("NVIDIA A100", "8.0", 108, 1410, 1555.0, 1 << 25)
     monkeypatch.setattr(device, "detect", lambda index: gpu)
-    monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "")
+    monkeypatch.setattr("tuner.base.triton_release.version", lambda: "")
     said = lines(capsys, 0)
     assert said["GPU"].startswith("note: NVIDIA A100, compute capability 8.0")
     assert said["Triton"].startswith("note: Triton 3.6 or newer is not installed, no attention")
     assert said["Triton"].endswith(f" Hopper - {extra_command('triton')}")
-    monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "3.7.0")
+    monkeypatch.setattr("tuner.base.triton_release.version", lambda: "3.7.0")
     assert lines(capsys, 0)["Triton"].startswith("ok: 3.7.0")
 
 

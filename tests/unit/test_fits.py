@@ -5,7 +5,6 @@ planted constants.
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from pathlib import Path
 from statistics import fmean
@@ -15,21 +14,20 @@ import pytest
 
 from tuner import cli
 from tuner.errors import ConfigError
-from tuner.families.block_scaled_gemm import Rates, rates_of
-from tuner.families.fused_attention import paged_schedule
+from tuner.families.block_scaled_gemm import Rates, rates_fit, rates_of
+from tuner.families.fitting import FitGroup
+from tuner.families.fused_attention import paged_fit, paged_schedule
+from tuner.families.fused_attention_backward import fit as backward_fit
 from tuner.families.fused_attention_backward.rule import COSTS, work
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.problem import AttentionBackwardProblem, GemmProblem, GroupedGemmProblem
-from tuner.search import expectation
+from tuner.search import expectation, fits
 from tuner.search.expectation import Credit
 from tuner.search.fits import (
     FITS,
-    backward_fit,
     corrections_fit,
     engines_fit,
-    paged_fit,
     peers_fit,
-    rates_fit,
     ratios_fit,
     refit,
     stopping_fit,
@@ -47,8 +45,9 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_each_name_is_a_module(name: str) -> None:
-    assert callable(importlib.import_module(f"tuner.search.fits.{name}_fit").refit)
+def test_each_name_has_its_fit(name: str) -> None:
+    with pytest.raises(ConfigError):
+        fits.fit(name, [], DEFAULT_GPU, ["no family"])
 
 
 class TestShared:
@@ -74,8 +73,8 @@ class TestShared:
             return {"mean": fmean(us for _, us in items)}
 
         items = [("a", 1.0), ("a", 3.0), ("b", 4.0)]
-        fit.fit("kernel", items, {"mean": 2.0}, fitted, lambda one, c: abs(one[1] - c["mean"]),
-                lambda one: one[0])  # fmt: skip
+        loss = lambda one, c: abs(one[1] - c["mean"])  # noqa: E731
+        fit.fit(FitGroup("kernel", items, {"mean": 2.0}, fitted, loss, lambda one: one[0]))
         assert seen == [{"a", "b"}, {"b"}, {"a"}]
         assert fit.constants == {"kernel: mean": (2.0, 8 / 3)}
         assert fit.errors == [
@@ -145,7 +144,7 @@ class TestBackward:
 
     def test_what_ships_is_the_fit_to_its_file(self) -> None:
         """But for the own deterministic kernels with sections."""
-        found = backward_fit.refit([FILES["backward"]], DEFAULT_GPU)
+        found = fits.fit("backward", [FILES["backward"]], DEFAULT_GPU)
         changed = {name for name, (old, new) in found.constants.items()
                    if old not in (new, round(new))}  # fmt: skip
         assert len(found.constants) == 82
@@ -184,7 +183,7 @@ class TestPaged:
         row = refit.rows([FILES["paged"]])[0]
         path.write_text("{}\n" + json.dumps({**row, "schedules": {"2/64/3/4/16/1": 9.0}}) + "\n")
         with pytest.raises(ConfigError, match="no schedule was timed"):
-            paged_fit.refit([path], DEFAULT_GPU)
+            fits.fit("paged", [path], DEFAULT_GPU)
 
 
 def timed(model: str, k: int, measured_us: float, us: float = 5.0) -> TimedCall:

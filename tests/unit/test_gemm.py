@@ -17,8 +17,9 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.base import Ref
+from tuner.families.collective import NO_SMEM
 from tuner.families.gemm import Gemm, Matrix, gemm_launch
-from tuner.families.gemm.shape import NO_SMEM, smem_bytes
+from tuner.families.gemm.shape import smem_bytes
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
 from tuner.problem import E4M3, EPILOGUE_SCALES, EPILOGUES, AttentionProblem, GemmProblem
 

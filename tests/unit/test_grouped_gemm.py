@@ -11,7 +11,7 @@ from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families import family
 from tuner.families.base import Ref
-from tuner.families.gemm.shape import COOPERATIVE, PINGPONG
+from tuner.families.collective import COOPERATIVE, PINGPONG
 from tuner.families.grouped_gemm import GroupedGemm, smem_bytes
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import SIZES, GroupedGemmProblem, rows_of

@@ -10,7 +10,8 @@ import pytest
 
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.gemm.shape import COOPERATIVE
+from tuner.families.by_operation import rule_of
+from tuner.families.collective import COOPERATIVE
 from tuner.families.invariance import ReductionClass
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
@@ -23,7 +24,6 @@ from tuner.problem import (
 )
 from tuner.selection import invariant
 from tuner.selection.portfolio import shipped
-from tuner.selection.rules import rule_of
 
 LINEAR = GemmProblem(1, 4096, 4096, dtype="bfloat16")
 PAGED = AttentionProblem.parse("B=1,H=32,HKV=8,S=1024,D=128,causal=1,dtype=bf16,page_size=64")

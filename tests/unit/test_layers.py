@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import tuner
+from tuner.families import MODULES as FAMILIES
+from tuner.families import families
 
 PACKAGE = Path(tuner.__file__).parent
 
@@ -77,7 +80,7 @@ ALLOWED_IN: dict[str, set[str]] = {
     "pydantic": {"service"},
     "ray": {"runners"},
     "rich": {"cli"},
-    "scipy": {"report", "search.fits", "search.rates"},
+    "scipy": {"families.fitting", "report", "search.rates"},
     "sklearn": {"report"},
     "sqlalchemy": {"search.storage", "store"},
     "starlette": {"service"},
@@ -277,6 +280,29 @@ def test_families_are_pure() -> None:
             for wanted in imports(tree, at_once=True):
                 package = wanted.partition(".")[0]
                 assert package in sys.stdlib_module_names or own(wanted), f"{name}: {wanted}"
+
+
+def test_no_family_is_named_outside_of_the_families() -> None:
+    """But by an operation or a public function of its name: elsewhere its own facts count."""
+    operations = {member.op for member in families().values()}
+    own_names = {module for module in FAMILIES if "." not in module} - operations
+    words = re.compile(rf"\b({'|'.join(own_names - set(tuner.__all__))})\b")
+    named = {
+        file.relative_to(PACKAGE).as_posix(): match[0]
+        for file in PACKAGE.rglob("*.py")
+        if place_of(".".join(file.relative_to(PACKAGE.parent).parts)) != "families"
+        and (match := words.search(file.read_text()))
+    }
+    assert named == {}
+    imported = re.compile(rf"families\.({'|'.join(map(re.escape, FAMILIES))})\b")
+    named = {
+        name: match[0]
+        for name, tree in MODULES.items()
+        if place_of(name) != "families"
+        for wanted in imports(tree)
+        if "peers" not in wanted and (match := imported.search(wanted))
+    }
+    assert named == {}
 
 
 def test_the_reader_of_imports_sees_them() -> None:

@@ -13,6 +13,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.by_operation import domain_of
 from tuner.hardware import GPUS
 from tuner.problem import (
     AttentionProblem,
@@ -28,7 +29,6 @@ from tuner.problem.engines import ENGINES
 from tuner.problem.steps import MAX_TOKENS, ModelStep, steps
 from tuner.selection import peer_ratios
 from tuner.selection.answering import Answering, ModelAnswers, Rival, answering, needed
-from tuner.selection.domains import domain_of
 from tuner.selection.peer_ratios import PeerRatios
 from tuner.selection.portfolio import shipped
 from tuner.selection.ratios import Ratios

@@ -13,6 +13,7 @@ from bench_device import time_calls
 
 from benchmarks import harness
 from benchmarks.call_times import MAX_CALLS
+from tuner.families.by_operation import domain_of
 from tuner.hardware import GPUS
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import (
@@ -24,7 +25,6 @@ from tuner.problem.population import (
     draw,
     subset,
 )
-from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import serving, shipped
 
 H200 = GPUS["H200"]

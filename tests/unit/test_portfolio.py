@@ -28,6 +28,7 @@ from portfolio_cases import (
 from tuner.cli import main
 from tuner.config import Config
 from tuner.families.attention_work import AttentionTiling
+from tuner.families.by_operation import AttentionDomain, domain_of
 from tuner.families.fused_attention.packing import tile_m
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance
@@ -35,7 +36,6 @@ from tuner.problem import AttentionProblem
 from tuner.search import timed
 from tuner.selection import portfolio
 from tuner.selection.candidates import DomainModels
-from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.reader import lookup

@@ -16,12 +16,12 @@ from portfolio_cases import (
     made,
 )
 
+from tuner.families.by_operation import AttentionDomain, Mask, Phase, domain_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Regime
 from tuner.search import timed
 from tuner.selection import portfolio
 from tuner.selection.candidates import DomainModels
-from tuner.selection.domains import AttentionDomain, Mask, Phase, domain_of
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.transfer import MASK_US

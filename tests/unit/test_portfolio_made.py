@@ -28,13 +28,13 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.attention_work import PACKING
+from tuner.families.by_operation import DOMAINS, AttentionDomain, ProductDomain
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.search import judge, rates, timed
 from tuner.search import portfolio as fitting
 from tuner.selection import choice, portfolio
-from tuner.selection.domains import DOMAINS, AttentionDomain, ProductDomain
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import (
     Portfolio,

@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 
 from tuner.families import families
-from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem, Problem
-from tuner.problem.population import draw, subset
-from tuner.search import pool, sampled_problems, timed
-from tuner.selection.domains import (
+from tuner.families.by_operation import (
     EPILOGUES,
     AnyDomain,
     AttentionDomain,
@@ -26,6 +22,10 @@ from tuner.selection.domains import (
     Rows,
     domain_of,
 )
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem, Problem
+from tuner.problem.population import draw, subset
+from tuner.search import pool, sampled_problems, timed
 from tuner.selection.portfolio import shipped
 from tuner.tuning.survey import pooled
 

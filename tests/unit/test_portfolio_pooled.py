@@ -10,6 +10,7 @@ from operator import mul
 
 from tuner.config import Config
 from tuner.families import families
+from tuner.families.by_operation import AttentionDomain, GatedDomain, ProductDomain
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import GPUS
 from tuner.measurement import Measurement, Provenance, Regime, Status
@@ -17,7 +18,6 @@ from tuner.problem import GemmProblem
 from tuner.search import portfolio as fitting
 from tuner.search.timed import Point
 from tuner.selection.candidates import Spread
-from tuner.selection.domains import AttentionDomain, GatedDomain, ProductDomain
 from tuner.selection.portfolio import Portfolio, shipped
 
 H100, STREAM = GPUS["H100"], Regime("stream", "cold")

@@ -7,6 +7,7 @@ from gemm_configs import tile
 
 from tuner.config import Config
 from tuner.families import families
+from tuner.families.by_operation import GatedDomain, ProductDomain, domain_of
 from tuner.families.product_work import (
     ROW_TERMS,
     STREAM_K,
@@ -19,7 +20,6 @@ from tuner.families.product_work import (
 )
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import PROBLEMS, GemmProblem, Problem, SwigluProblem
-from tuner.selection.domains import GatedDomain, ProductDomain, domain_of
 
 CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
 TORCH = Config("vendor_swiglu", {"kernel": "torch"})

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from portfolio_machine import FIRST, FLASH, PROBLEM, candidate, portfolio_of
 
+from tuner.families.by_operation import AttentionDomain
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.problem import AttentionProblem
 from tuner.selection import engine_ratios
 from tuner.selection.choice import choose
-from tuner.selection.domains import AttentionDomain
 from tuner.selection.engine_ratios import is_engines
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.ratios import LEAD, MIN_ERROR, ROWS_OCTAVE, SCATTER, Ratios

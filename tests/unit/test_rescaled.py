@@ -25,13 +25,13 @@ from portfolio_cases import (
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.by_operation import AttentionDomain, ProductDomain
 from tuner.families.work import memory_gap_us, sizes_of, time_ratio
 from tuner.hardware import GPUS, MAX_MEMORY_GBS, Gpu, gpu_by_name
 from tuner.measurement import Regime
 from tuner.problem import GemmProblem
 from tuner.search import timed
 from tuner.selection.candidates import RESCALED_MARGIN, DomainModels
-from tuner.selection.domains import AttentionDomain, ProductDomain
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import lookup

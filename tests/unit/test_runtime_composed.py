@@ -242,6 +242,7 @@ def proven(tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     found = {"attention", "attention_backward"}
     module = importlib.import_module("tuner.runtime.call.proven_kernels")
     monkeypatch.setattr(module, "has_proven", lambda problem, gpu: problem.op in found)
+    monkeypatch.setattr(module, "is_proven", lambda target, gpu: target.problem.op in found)
     return found
 
 

@@ -14,6 +14,7 @@ from paged_kernels import paged_kernels
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention.paged_schedule import decoding
 from tuner.problem import E4M3, AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -233,8 +234,8 @@ def test_tiles_of_queries_are_counted_by_sequence() -> None:
     """Rows of a tile are one sequence's: five queries have two tiles of four."""
     params = {"warp_groups": 1, "tile_n": 64, "packed_heads": 16, "pads_heads": True}
     config = Config("fused_attention", {**params, "blocks_per_sm": 2})
-    assert call_of([5] * 100).decoding(config).tiles == 2 * 100 * 2
-    assert call_of([4] * 100).decoding(config).tiles == 2 * 100
+    assert decoding(config, call_of([5] * 100).lengths()).tiles == 2 * 100 * 2
+    assert decoding(config, call_of([4] * 100).lengths()).tiles == 2 * 100
 
 
 def test_a_kernel_is_selected_for_the_mean_of_the_queries() -> None:

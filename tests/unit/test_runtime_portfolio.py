@@ -38,11 +38,11 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
+from tuner.families.by_operation import ProductDomain
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
-from tuner.selection.domains import ProductDomain
 from tuner.selection.kernels import BUILD, PROVE
 from tuner.selection.portfolio import Portfolio, shipped
 

@@ -12,13 +12,13 @@ import pytest
 
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families.by_operation import domain_of
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.families.work import FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
 from tuner.selection.candidates import Candidate, DomainModels
 from tuner.selection.choice import VENDOR_MARGIN
-from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import Portfolio, shipped
 
 HEADS = ((16, 16), (32, 8), (28, 4), (71, 1), (14, 2), (1, 1), (64, 8))

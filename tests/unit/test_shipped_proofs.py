@@ -17,11 +17,11 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import Toolchain, find_cutlass, headers_digest
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
+from tuner.families.by_operation import rules
 from tuner.measure.gate import REFERENCE
 from tuner.selection.kernel_list import KernelList
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import everywhere
-from tuner.selection.rules import rules
 
 PROOFS = sorted((resources.cache() / "proofs").glob("*.json"))
 CUTLASS = {"4.2.0": "b919e7493a10e6ad049f0d77518bb4b9b2a7e9c888ed5ec807bfd2566031d69e"}

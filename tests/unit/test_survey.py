@@ -23,6 +23,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.families import families
 from tuner.families.base import group_by_kernels
+from tuner.families.by_operation import domain_of
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure.gate import REFERENCE
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
@@ -31,7 +32,6 @@ from tuner.runners import recording, recording_archive
 from tuner.runners.choose import Runners
 from tuner.runners.replay import ReplayRunner
 from tuner.search.timed import kernel_of
-from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import serving, shipped
 from tuner.store import open_store
 from tuner.tuning import survey

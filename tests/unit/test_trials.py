@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tuner.config import Config
+from tuner.families.by_operation import AttentionDomain
 from tuner.families.gemm.draws import tile_of
 from tuner.families.target import Target
 from tuner.families.trials import (
@@ -22,7 +23,6 @@ from tuner.families.trials import (
 )
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem
-from tuner.selection.domains import AttentionDomain
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import shipped
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tuner.base import triton_release
 from tuner.base.install import extra_command
 from tuner.base.processes import python_command, python_environment
 from tuner.compile import triton_compiler
@@ -34,7 +35,6 @@ from tuner.families.triton_attention import (
     TritonAttention,
     programs,
     smem_bytes,
-    triton_version,
 )
 from tuner.hardware import DEFAULT_GPU, Gpu, smem_per_block_bytes
 from tuner.measure import device
@@ -282,7 +282,7 @@ def competitors(
 
 
 def test_it_competes_where_no_other_family_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "3.6.0")
+    monkeypatch.setattr("tuner.base.triton_release.version", lambda: "3.6.0")
     for gpu in (A100, L40S, B200):
         own, notes = competitors(gpu)
         assert own == ["triton_attention"]
@@ -294,7 +294,7 @@ def test_it_competes_where_no_other_family_does(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_triton_it_says_so_and_does_not_compete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "")
+    monkeypatch.setattr("tuner.base.triton_release.version", lambda: "")
     own, notes = competitors(A100)
     assert own == []
     assert any(
@@ -340,7 +340,7 @@ def test_an_old_triton_is_none(version: str, found: str, monkeypatch: pytest.Mon
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", ask)
-    assert triton_version() == found
+    assert triton_release.version() == found
 
 
 def tools(folder: Path, triton: str = "3.6.0") -> Toolchain:

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from noted_kernels import find_kernels
 
+from tuner.families.by_operation import rule_of
 from tuner.families.fused_attention import FusedAttention, values_rule
 from tuner.families.fused_attention.legality import smem_bytes
 from tuner.families.trials import trials
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
-from tuner.selection.rules import rule_of
 
 FAMILY = FusedAttention()
 PROBLEM = AttentionProblem.parse("B=2,H=16,S=4096,D=192,DV=128,causal=1,dtype=bf16,layout=bshd")

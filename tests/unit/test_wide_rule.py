@@ -12,14 +12,13 @@ from noted_kernels import find_kernels
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.base import Family
+from tuner.families.by_operation import domain_of, rule_of
 from tuner.families.fused_attention import FusedAttention, wide_rule
 from tuner.families.fused_attention.legality import BY_COLUMNS, smem_bytes
 from tuner.families.fused_attention.packing import tile_m
 from tuner.families.trials import trials
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
 from tuner.problem import AttentionProblem
-from tuner.selection.domains import domain_of
-from tuner.selection.rules import rule_of
 
 FAMILY = FusedAttention()
 PROMPT = AttentionProblem.parse("B=2,H=16,HKV=2,S=4096,D=512,causal=1,dtype=bf16,layout=bshd")

@@ -17,9 +17,6 @@ from tuner.problem import Problem
 from tuner.selection.reader import Entry
 from tuner.store.entry import is_vendor
 
-COMPILED_PEERS: Mapping[str, str] = {"triton": "triton_attention"}
-"""Own families that take part as peers if named, by the name used."""
-
 
 class Role(StrEnum):
     """Role of a kernel in a comparison."""
@@ -171,7 +168,7 @@ def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
     if not names:
         return usual
     kernels = [k for member in vendors for k in (*member.offered, *member.on_request)]
-    kernels += [name for name, member in COMPILED_PEERS.items() if family(member).op == op]
+    kernels += _compiled(op)
     peers: dict[str, None] = {}
     for name in names:
         matching = [k for k in kernels if k == name or (k.startswith(f"{name}_") and k in usual)]
@@ -211,7 +208,9 @@ def _compiled_peers(
     """Families of ours that are another language's peer: each by its best of the cache, else by
     what its estimate chooses.
     """
-    for name, member in ((n, family(f)) for n, f in COMPILED_PEERS.items() if n in names):
+    for name, member in _compiled(problem.op).items():
+        if name not in names:
+            continue
         if reason := member.supports(problem, gpu) or member.lacks():
             notes.append(f"{name} is left out: {reason}")
             continue
@@ -220,6 +219,11 @@ def _compiled_peers(
         legal = legal or member.seeds(problem, gpu, member.space(problem, gpu), 1)
         if legal:
             yield Contender(Role.PEER, legal[0], name)
+
+
+def _compiled(op: str) -> dict[str, Family]:
+    """Own families of an operation that take part as peers if named, by the name used."""
+    return {member.peer: member for member in families_of(op).values() if member.peer}
 
 
 def _vendors(op: str) -> list[Vendor]:

@@ -18,9 +18,8 @@ from tuner.bench.suites import Suite
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
-from tuner.families.base import group_by_kernels
-from tuner.families.gemm.shape import COOPERATIVE, NO_SMEM
-from tuner.families.two_kernel_attention.shape import STAGES
+from tuner.families.base import Family, group_by_kernels
+from tuner.families.collective import COOPERATIVE, NO_SMEM
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
@@ -96,7 +95,7 @@ def _three_kernels(
     """All heads a launch, each kernel begun before its predecessor ends, or with `streams` a head
     a launch, dealt over these; None where illegal.
     """
-    member = family("three_kernel_attention")
+    member = _of_kind(problem, "three kernels")
     stages: dict[str, Config] = {}
     for name, stage in member.stages(problem).items():
         if isinstance(stage, SoftmaxProblem):
@@ -119,7 +118,7 @@ def two_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     """Every set of kernels of the space, all heads and rows a launch, each kernel begun before its
     predecessor ends and after it. Groups, blocks an SM and buffers name a kernel.
     """
-    member = family("two_kernel_attention")
+    member = _of_kind(problem, "two kernels")
     configs: dict[str, Config] = {}
     for group in group_by_kernels(member, member.space(problem, gpu)):
         whole = [config for config in group if config["splits"] == 1]
@@ -130,10 +129,17 @@ def two_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     return configs
 
 
+def _of_kind(problem: Problem, kind: str) -> Family:
+    return next(member for member in families_of(problem.op).values() if member.kind == kind)
+
+
 def _two_kernels_label(config: Config) -> str:
+    stages = [
+        name.removesuffix(f"_{_SHOWN[0]}") for name in config.params if name.endswith(_SHOWN[0])
+    ]
     parts = [
         f"{stage} " + "/".join(str(config[f"{stage}_{name}"]) for name in _SHOWN)
-        for stage in STAGES
+        for stage in stages
     ]
     return f"two kernels {config['tile_n']}, {', '.join(parts)}{', pdl' if config['pdl'] else ''}"
 

@@ -260,14 +260,12 @@ def _compilers() -> Iterator[Finding]:
 
 def _triton() -> Finding:
     """Finding about Triton, the compiler of attention for GPUs other than Hopper."""
-    from tuner.families.triton_attention import EXTRA, TritonAttention, triton_version
+    from tuner.base import triton_release
 
-    lacks = TritonAttention().lacks()
-    if not lacks:
-        return Finding("Triton", OK, triton_version())
-    command = extra_command(EXTRA)
-    what = lacks.removesuffix(f": {command}")
-    return Finding("Triton", NOTE, f"{what}, no attention on other GPUs than Hopper", command)
+    if release := triton_release.version():
+        return Finding("Triton", OK, release)
+    what = f"{triton_release.lacks()}, no attention on other GPUs than Hopper"
+    return Finding("Triton", NOTE, what, triton_release.install())
 
 
 def _torch_and_peers() -> Iterator[Finding]:

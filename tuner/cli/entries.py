@@ -26,6 +26,7 @@ from tuner.cli.arguments import (
 from tuner.cli.model import add_model, look_up_model, refuse_options
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
+from tuner.families.by_operation import rule_of
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
@@ -39,7 +40,6 @@ from tuner.selection.reader import (
     shipped,
     with_shipped,
 )
-from tuner.selection.rules import rule_of
 from tuner.store import open_store
 from tuner.store.entry import is_vendor, vendor_name
 from tuner.store.reading import sqlite_file

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tuner.cli.arguments import add_store, gpu_of, within
-from tuner.search.fits import FITS
-from tuner.selection.domains import DOMAINS
+from tuner.families.by_operation import DOMAINS
+from tuner.search.fits import FITS, fit
 
 PORTFOLIO = "portfolio"
 DESCRIPTION = """Without NAME, makes a portfolio: few kernels for each domain, with a time model for
@@ -94,16 +93,14 @@ def run(args: argparse.Namespace) -> int:
         if args.files or args.write:
             raise ConfigError(f"FILE and --write need a NAME (allowed: {', '.join(FITS)})")
         return _portfolio(args, only)
-    module = importlib.import_module(f"tuner.search.fits.{args.name}_fit")
-    gpu = gpu_of(args) or DEFAULT_GPU
     try:
-        fit = module.refit(args.files, gpu, only)
+        result = fit(args.name, args.files, gpu_of(args) or DEFAULT_GPU, only)
     except (LookupError, TypeError, AttributeError) as exc:
         source = FITS[args.name].rpartition(", from ")[2]
         raise ConfigError(f"the rows are not of {source}: {exc!r}") from exc
-    print(fit.text())
+    print(result.text())
     if args.write:
-        print(fit.write())
+        print(result.write())
     return 0
 
 

@@ -99,9 +99,9 @@ def build(
 
 def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
     """Kernels of portfolios and rules by compute capability; arguments as of `build`."""
+    from tuner.families.by_operation import OPERATIONS, WITHOUT_PORTFOLIO, rules
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import targets
-    from tuner.selection.rules import OPERATIONS, WITHOUT_PORTFOLIO, rules
 
     by_capability: dict[str, list[Target]] = {}
     for p in [] if op in WITHOUT_PORTFOLIO else chosen(op, gpu):

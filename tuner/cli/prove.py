@@ -257,9 +257,9 @@ def _export(folder: Path) -> int:
         StoreError: when a file cannot be written.
     """
     from tuner.cli import DONE
+    from tuner.families.by_operation import rules
     from tuner.selection.kernels import targets
     from tuner.selection.portfolio import everywhere
-    from tuner.selection.rules import rules
     from tuner.tuning.proof import export
 
     if not folder.is_dir():
@@ -335,10 +335,10 @@ def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
     Raises:
         ConfigError: when none is of the family, or has the texts, that are named.
     """
+    from tuner.families.by_operation import OPERATIONS, rules
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import BUILD, targets
     from tuner.selection.portfolio import everywhere
-    from tuner.selection.rules import OPERATIONS, rules
 
     known_targets = [
         target

@@ -160,7 +160,7 @@ def _code(found: Sequence[SurveyProgress], interrupted_by: int | None) -> int:
 def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample]:
     """Candidates to measure for each problem."""
     from tuner.errors import ConfigError
-    from tuner.selection.domains import DOMAINS
+    from tuner.families.by_operation import DOMAINS
     from tuner.selection.portfolio import serving, shipped
     from tuner.tuning.survey import draw, listed, pooled
 

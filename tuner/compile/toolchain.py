@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner import settings
+from tuner.base import triton_release
 from tuner.base.install import install_command
 from tuner.base.processes import ProcessPool
 from tuner.compile.nvcc_flags import code_flags
 from tuner.compile.render import MIN_CUTLASS
 from tuner.errors import CompileError
-from tuner.families.triton_attention import triton_version
 
 #: include/cutlass/arch/config.h of CUTLASS 4.2 switches on the last feature of Sm90 (TMA maps
 #: modified on the device) from CUDA 12.3; older compilers are not accepted.
@@ -100,7 +100,7 @@ def find_toolchain() -> Toolchain:
     nvcc, cutlass = tools["nvcc"][0], tools["cutlass"][0]
     return Toolchain(
         nvcc, tools["nvcc"][1], *tools["host"], cutlass, tools["cutlass"][1],
-        library_dirs(nvcc), headers_digest(cutlass), triton_version(),
+        library_dirs(nvcc), headers_digest(cutlass), triton_release.version(),
     )  # fmt: skip
 
 

@@ -22,13 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tuner.base import resources
-from tuner.base.install import extra_command
+from tuner.base import resources, triton_release
 from tuner.base.processes import python_command
 from tuner.compile.render import fill, template_digest
 from tuner.compile.toolchain import Toolchain
 from tuner.errors import CompileError, TunerError
-from tuner.families.triton_attention import EXTRA
 from tuner.hardware import smem_per_block_bytes
 
 SUFFIX = ".py.j2"
@@ -55,7 +53,7 @@ def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
         CompileError: when Triton is not installed.
     """
     if not tools.triton_version:
-        raise CompileError(f"Triton is not installed: {extra_command(EXTRA)}")
+        raise CompileError(f"Triton is not installed: {triton_release.install()}")
     return {
         "triton": tools.triton_version,
         "capability": capability,

@@ -202,6 +202,8 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
     """
     kind: ClassVar[str] = ""
     """Kind of attention, for comparisons of kinds: ``fused``, or the number of its kernels."""
+    peer: ClassVar[str] = ""
+    """Name under which an own family takes part in comparisons as another language's peer."""
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters that do not change the compiled kernels."""
     tried_calls: ClassVar[Sequence[Mapping[str, Value]]] = ()
@@ -225,6 +227,8 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
     """Module below this package, and class there, that draws the trials of a proof, as
     ``gemm.draws:ProductDraw``; only a proof imports it. Empty for a family without proofs.
     """
+    fit: ClassVar[tuple[str, str]] = ("", "")
+    """NAME of `tuner develop fit`, and the module below this package that has its groups."""
     _refit: Mapping[str, float] | None = None
     _allowed: ClassVar[Mapping[str, tuple[type, frozenset[Value] | range]]] = {}
     """`domains` as `malformed` reads them: the type, and the values."""

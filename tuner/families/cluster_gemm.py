@@ -185,6 +185,9 @@ class ClusterGemm(StridedProduct):
     def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
         return lambda problem: (int(config["split_k"]),)
 
+    def joins(self, config: Config) -> bool:
+        return True
+
     def overlapped(self, config: Config) -> Config:
         return Config(config.family, {**config.params, "pdl": True})
 

@@ -17,6 +17,7 @@ from tuner.config import Config
 from tuner.families import product_work
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, posed
 from tuner.families.chip_work import Work
+from tuner.families.collective import NO_SMEM
 from tuner.families.gemm import (
     KERNEL,
     Gemm,
@@ -32,7 +33,6 @@ from tuner.families.gemm import (
 )
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.chip_work import gemm_work
-from tuner.families.gemm.shape import NO_SMEM
 from tuner.families.invariance import ReductionClass
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem

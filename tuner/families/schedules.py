@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, final
 
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.families.work import sizes_of
 from tuner.hardware import Gpu
 from tuner.problem import Problem
+
+
+class PagedBatch(NamedTuple):
+    """Sequences over a paged cache, as far as the host knows them."""
+
+    batch: int
+    rows: int
+    """Queries of all sequences."""
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    longest: int
+    """Keys that a query of the longest sequence sees, or more; at least one."""
+    mean: int
+    """Mean keys of a sequence; 0: not known."""
+    element_bytes: int
+    sm_count: int
 
 
 class Schedules:
@@ -85,6 +102,26 @@ class Schedules:
         """True if `splits` of a scheduled config are always two or more; else they are one."""
         return self.is_scheduled(config)
 
+    def paged_schedule(self, config: Config, batch: PagedBatch) -> Mapping[str, Value]:
+        """Run-time parameters of a kernel for sequences of a paged cache."""
+        return {}
+
+    def ordered_schedule(self, config: Config) -> Mapping[str, Value]:
+        """As `paged_schedule`, of parts that add in one order whatever the batch is."""
+        return {}
+
+    def holds(self, config: Config, group: int) -> bool:
+        """True if a kernel's packs hold the query heads of a KV head, `group` of them."""
+        return True
+
+    def joins(self, config: Config) -> bool:
+        """True for a kernel that `Portfolio.joining` adds to those that serve a domain."""
+        return False
+
+    def tile_rows(self, config: Config) -> int:
+        """Rows of a tile, of a kernel that packs heads."""
+        return 1
+
     def overlapped(self, config: Config) -> Config:
         """The config with its launch hidden behind the kernel in front, where that is a parameter
         and costs nothing: as a portfolio launches it.
@@ -108,7 +145,7 @@ class Schedules:
         return config
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        """Facts of a problem that decide legality within a domain (`tuner.selection.domains`):
+        """Facts of a problem that decide legality within a domain (`tuner.families.by_operation`):
         problems with equal facts have equal legal configs.
         """
         return problem

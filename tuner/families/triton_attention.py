@@ -6,15 +6,13 @@ when it is named.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import ClassVar
 
-from tuner.base.install import extra_command
+from tuner.base import triton_release
 from tuner.config import Config, Value
 from tuner.families.arguments import Arguments, extents_of, named_strides, stride_names
 from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref
@@ -40,9 +38,6 @@ ARGUMENTS = Arguments(
 )
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16")}
-#: The release whose compiler's interface `tuner.compile.triton_compiler` is written against.
-MIN_TRITON = (3, 6)
-EXTRA = "triton"
 #: Query heads that share a program's rows at most.
 MAX_PACKED = 16
 #: Fewest columns of an operand of Triton's `dot`: the K extent of one 16-bit MMA.
@@ -88,6 +83,7 @@ class TritonAttention(Family):
     name = "triton_attention"
     op = "attention"
     kind = "fused"
+    peer = "triton"
     takes_extras = False
     writes_lse = True
     is_fallback = True
@@ -102,10 +98,8 @@ class TritonAttention(Family):
     optional = frozenset({"packed_heads"})
 
     def lacks(self) -> str:
-        if triton_version():
-            return ""
-        oldest = ".".join(map(str, MIN_TRITON))
-        return f"Triton {oldest} or newer is not installed: {extra_command(EXTRA)}"
+        missing = triton_release.lacks()
+        return missing and f"{missing}: {triton_release.install()}"
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem = as_attention(problem)
@@ -207,15 +201,6 @@ class TritonAttention(Family):
         compute_us = clocks / (SUSTAINED_CLOCK * gpu.clock_max_mhz)
         memory_us = attention.bytes / (c["memory_share"] * gpu.memory_gbs * 1e3)
         return float(c["fixed_us"] + max(compute_us, memory_us))
-
-
-def triton_version() -> str:
-    """As in ``3.6.0``, without importing it; empty when there is none, or one that is too old."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    return version if tuple(map(int, re.findall(r"\d+", version)[:2])) >= MIN_TRITON else ""
 
 
 def padded(head_dim: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.errors import GateError
-from tuner.families.gemm.shape import PROMOTED_K
+from tuner.families.collective import PROMOTED_K
 from tuner.hardware import Gpu
 from tuner.measurement import Status
 from tuner.problem import (

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tuner.families.base import Family
+from tuner.families.by_operation import AnyDomain, AttentionDomain, ProductDomain
 from tuner.hardware import Gpu
-from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
 
 Rates = Mapping[str, float]
 

@@ -23,7 +23,7 @@ from tuner import settings
 from tuner.base import document, output
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families.gemm.shape import COOPERATIVE, NO_SMEM, PINGPONG, PLAIN, TMA_EPILOGUE
+from tuner.families.collective import COOPERATIVE, NO_SMEM, PINGPONG, PLAIN, TMA_EPILOGUE
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, Problem
 

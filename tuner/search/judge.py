@@ -12,6 +12,7 @@ from statistics import fmean
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.attention_work import PACKING
+from tuner.families.by_operation import AnyDomain
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
@@ -21,7 +22,6 @@ from tuner.search.rates import Fits
 from tuner.search.timed import KernelTimes, Point
 from tuner.selection.candidates import Candidate, Regret
 from tuner.selection.choice import preferred
-from tuner.selection.domains import AnyDomain
 
 MAX_MEDIAN_ERROR = 0.12
 """Largest median error, at models left out, of a kernel that may be chosen."""

@@ -18,11 +18,7 @@ from tuner.config import Config, Value
 from tuner.families import families, families_of
 from tuner.families.attention_instances import INSTANCES
 from tuner.families.base import Family
-from tuner.families.gemm.shape import PLAIN
-from tuner.families.product_work import MEGABYTE, ProductSizes
-from tuner.hardware import Gpu
-from tuner.problem import AttentionProblem, Problem
-from tuner.selection.domains import (
+from tuner.families.by_operation import (
     MAX_NARROW,
     AnyDomain,
     AttentionDomain,
@@ -32,6 +28,10 @@ from tuner.selection.domains import (
     Rows,
     domain_of,
 )
+from tuner.families.collective import PLAIN
+from tuner.families.product_work import MEGABYTE, ProductSizes
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, Problem
 from tuner.selection.portfolio import Portfolio
 
 _P = TypeVar("_P", bound=Problem)

@@ -22,12 +22,12 @@ from statistics import median
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.by_operation import AnyDomain, domain_of
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.search.judge import Judge
 from tuner.search.timed import MIN_POINTS, Point, is_vendor, kernel_of, points, timed_kernels
 from tuner.selection.candidates import DomainModels
-from tuner.selection.domains import AnyDomain, domain_of
 from tuner.selection.portfolio import Portfolio, shipped
 from tuner.store import Store
 

@@ -11,9 +11,9 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.attention_work import MASK_TERMS
+from tuner.families.by_operation import AnyDomain
 from tuner.hardware import Gpu
 from tuner.search.timed import KernelTimes, Point, is_vendor
-from tuner.selection.domains import AnyDomain
 
 PRIOR_WEIGHTS = {"attention": 0.3, "gemm": 3.0, "swiglu": 3.0}
 """Weight, in measurements, of the domain's common rates in the fit of one kernel, by operation. A

@@ -11,10 +11,7 @@ from itertools import product
 from typing import Any, TypeVar, get_args
 
 from tuner.families.attention_instances import INSTANCES
-from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.problem.population import ModelCall, draw, subset
-from tuner.selection.domains import (
+from tuner.families.by_operation import (
     CAPPED,
     LAYOUTS,
     MAX_CAPPED,
@@ -28,6 +25,9 @@ from tuner.selection.domains import (
     Rows,
     domain_of,
 )
+from tuner.measurement import Regime
+from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.problem.population import ModelCall, draw, subset
 
 _P = TypeVar("_P", bound=Problem)
 

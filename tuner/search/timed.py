@@ -10,11 +10,11 @@ from functools import cached_property
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.attention_work import PACKING
+from tuner.families.by_operation import AnyDomain, domain_of
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.selection.candidates import Spread
-from tuner.selection.domains import AnyDomain, domain_of
 
 MIN_POINTS = 6
 """Fewest measurements of a kernel that a time model is fitted to."""

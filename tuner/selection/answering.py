@@ -16,6 +16,7 @@ from tuner import settings
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.by_operation import domain_of, rule_of
 from tuner.families.peers import BESIDE_PYTORCH
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
@@ -24,13 +25,11 @@ from tuner.problem.engines import Engine
 from tuner.problem.steps import ModelStep
 from tuner.selection import engine_ratios, invariant
 from tuner.selection.candidates import pytorchs_choice
-from tuner.selection.domains import domain_of
 from tuner.selection.engine_ratios import EngineRatios
 from tuner.selection.peer_ratios import sizes_of
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import lookup
 from tuner.selection.result import LookupResult
-from tuner.selection.rules import rule_of
 from tuner.store.entry import is_vendor, vendor_name
 
 PYTORCH, ENGINE = "PyTorch", "the engine's"

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.families import find
 from tuner.families.base import Family
+from tuner.families.by_operation import AnyDomain
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.families.tape import Tape, compiled, larger, names_in, weighted
 from tuner.families.work import floor_us, kind_of, memory_gap_us, time_ratio
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.selection.domains import AnyDomain
 from tuner.selection.ratios import Ratios
 
 RESCALED_MARGIN = 0.01

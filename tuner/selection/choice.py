@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tuner.config import Config
-from tuner.families.fused_attention.packing import tile_m
+from tuner.families import family
+from tuner.families.by_operation import MAX_SIZE_FACTOR, AnyDomain, AttentionDomain
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, Problem
@@ -19,7 +20,6 @@ from tuner.selection.candidates import (
     Regret,
     pytorchs_choice,
 )
-from tuner.selection.domains import MAX_SIZE_FACTOR, AnyDomain, AttentionDomain
 from tuner.selection.ratios import Ratios
 
 _FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
@@ -199,8 +199,9 @@ def page_readings(problem: Any, config: Config) -> int:
     group, packed = problem.heads_q // problem.heads_kv, int(config.get("packed_heads", 1))
     if not config.get("pads_heads"):
         return group // math.gcd(packed, group)
-    queries = problem.seqlen_q
-    return -(-queries * packed // tile_m(config.params)) if queries <= MAX_DECODED else 1
+    if (queries := problem.seqlen_q) > MAX_DECODED:
+        return 1
+    return -(-queries * packed // family(config.family).tile_rows(config))
 
 
 def _decoding_pages(
@@ -224,7 +225,7 @@ def _decoding_pages(
 
     def factor(config: Config) -> float:
         if config.get("pads_heads") and config["warp_groups"] > 1:
-            slower = HALF_EMPTY if rows <= tile_m(config.params) // 2 else 1.0
+            slower = HALF_EMPTY if rows <= family(config.family).tile_rows(config) // 2 else 1.0
         else:
             slower = whole if config.get("persistent") else 1.0
         return page_readings(problem, config) * slower

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.problem import AttentionProblem
-from tuner.selection.domains import AnyDomain, AttentionDomain
 from tuner.selection.ratios import Ratios
 
 EngineRatios = Mapping[AnyDomain, Ratios]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.base import Family
+from tuner.families.by_operation import AnyDomain, AttentionDomain, domain_of, rule_of
 from tuner.families.invariance import ReductionClass
 from tuner.families.rule import RuleSelection
 from tuner.families.target import DTYPES
@@ -29,9 +30,7 @@ from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, DType, GemmProblem, Problem
 from tuner.selection.candidates import Candidate
 from tuner.selection.choice import page_readings
-from tuner.selection.domains import AnyDomain, AttentionDomain, domain_of
 from tuner.selection.portfolio import Portfolio
-from tuner.selection.rules import rule_of
 
 ROWS = (1, 8, 32, 128, 512, 2048, 8192)
 """Rows of a product that its class is chosen by, with equal weights."""

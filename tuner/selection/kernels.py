@@ -35,9 +35,9 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import KernelSpec
+from tuner.families.by_operation import domain_of
 from tuner.families.target import DTYPES, Target
 from tuner.problem import AttentionProblem
-from tuner.selection.domains import domain_of
 from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.portfolio import Portfolio
 

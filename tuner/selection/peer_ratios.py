@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tuner.config import Config
+from tuner.families.by_operation import AnyDomain
 from tuner.families.peers import installed, may_answer
 from tuner.problem import AttentionProblem
-from tuner.selection.domains import AnyDomain
 from tuner.selection.ratios import Ratios
 
 WIDTH_OCTAVES = 0.7

@@ -27,13 +27,13 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
+from tuner.families.by_operation import DOMAINS, AnyDomain, GatedDomain, ProductDomain, domain_of
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, Problem
 from tuner.selection import peer_ratios
 from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection, choose
-from tuner.selection.domains import DOMAINS, AnyDomain, GatedDomain, ProductDomain, domain_of
 from tuner.selection.engine_ratios import EngineRatios
 from tuner.selection.peer_ratios import Peers
 from tuner.selection.portfolio_json import (
@@ -149,7 +149,9 @@ class Portfolio:
                 raise ConfigError(f"{domain.label()} cannot be joined (allowed: cold inputs)")
             if (theirs := serving.domains.get(domain)) is None:
                 continue
-            joining = [own for own in mine.candidates if _joins(own.config)]
+            joining = [
+                own for own in mine.candidates if own.family and own.family.joins(own.config)
+            ]
             settled = theirs.settled(self.gpu).candidates
             configs = {own.config for own in joining}
             candidates = [*joining, *(own for own in settled if own.config not in configs)]
@@ -321,11 +323,6 @@ class Portfolio:
             return cls.from_json(document.parse(path.read_text()))
         except (OSError, ValueError, ConfigError) as exc:
             raise ConfigError(f"portfolio {path}: {exc}") from exc
-
-
-def _joins(config: Config) -> bool:
-    """True for kernels that `Portfolio.joining` takes."""
-    return "pads_heads" in config.params or config.family == "cluster_gemm"
 
 
 def _with_ratios(

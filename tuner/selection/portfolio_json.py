@@ -12,10 +12,10 @@ from tuner.base import document
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import find
+from tuner.families.by_operation import AnyDomain
 from tuner.measurement import Regime
 from tuner.selection import peer_ratios, ratios
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
-from tuner.selection.domains import AnyDomain
 from tuner.selection.engine_ratios import WIDTH_OCTAVES, EngineRatios
 from tuner.selection.peer_ratios import PeerRatios, Peers
 from tuner.selection.ratios import SIZES, Ratios

@@ -13,9 +13,9 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families.attention_work import PACKING
+from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.hardware import Gpu
 from tuner.selection.candidates import Candidate, DomainModels, Spread
-from tuner.selection.domains import AnyDomain, AttentionDomain
 
 MASK_US: Mapping[str, float] = {"aligned_mask_steps": 0.25, "mask_steps": 0.70}
 """Microseconds that a mask of booleans adds to each key step of a round, in decoding.

@@ -101,6 +101,7 @@ class BlockScaledGemm(StridedProduct):
 
     name: ClassVar[str] = "block_scaled_gemm"
     op: ClassVar[str] = GemmProblem.op
+    fit = "rates", "block_scaled_gemm.rates_fit"
     proof_draws: ClassVar[str] = "block_scaled_gemm.draws:ScaledDraw"
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(

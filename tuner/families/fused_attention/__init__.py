@@ -21,7 +21,7 @@ from tuner.families.base import (
     Strides,
 )
 from tuner.families.chip_work import WGMMA_M, Work, attention_launch
-from tuner.families.fused_attention import cost, grid, legality, parts
+from tuner.families.fused_attention import cost, grid, legality, paged_schedule, parts
 from tuner.families.fused_attention.arguments import (
     MASK_STRIDES,
     argument,
@@ -39,6 +39,7 @@ from tuner.families.fused_attention.legality import (
 from tuner.families.fused_attention.packing import MAX_PACKED, is_held, may_pad, tile_m
 from tuner.families.fused_attention.registers import narrowed, registers, spills
 from tuner.families.invariance import ReductionClass
+from tuner.families.schedules import PagedBatch
 from tuner.families.tape import called, smaller, where
 from tuner.families.tma import tma_conflict
 from tuner.hardware import HOPPER, WARP_GROUP, WGMMA_K_BYTES, Gpu
@@ -82,6 +83,7 @@ class FusedAttention(Family):
     name = "fused_attention"
     op = "attention"
     kind = "fused"
+    fit = "paged", "fused_attention.paged_fit"
     proof_draws = "fused_attention.draws:AttentionDraw"
     capabilities = (HOPPER,)
     takes_value_dim = True
@@ -306,6 +308,25 @@ class FusedAttention(Family):
         tensors[LSE] = Ref(LSE)
         scalars = {"scale": scale, **({"softcap": attention.softcap} if attention.softcap else {})}
         return [Launch.named(KERNEL, arguments_of(attention), tensors, integers, scalars)]
+
+    def paged_schedule(self, config: Config, batch: PagedBatch) -> Mapping[str, Value]:
+        if config["persistent"] or "stream_k" in config.params:
+            return self.ordered_schedule(config)
+        splits, combine = paged_schedule.best(paged_schedule.decoding(config, batch))
+        return {"splits": splits, "combine": combine} if combine else {"splits": splits}
+
+    def ordered_schedule(self, config: Config) -> Mapping[str, Value]:
+        is_shared = "split_keys" in config.params and "combine" in config.params
+        return {"splits": 1, "combine": "kernel"} if is_shared else {"splits": 1}
+
+    def holds(self, config: Config, group: int) -> bool:
+        return is_held(group, int(config.get("packed_heads", 1)), "pads_heads" in config.params)
+
+    def joins(self, config: Config) -> bool:
+        return "pads_heads" in config.params
+
+    def tile_rows(self, config: Config) -> int:
+        return tile_m(config.params)
 
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
         """Blocks of keys begin at multiples of `tile_n`, and parts at those of `split_keys`.

@@ -21,6 +21,11 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from tuner.config import Config
+from tuner.families.attention_instances import instance
+from tuner.families.fused_attention.packing import tile_m
+from tuner.families.schedules import PagedBatch
+
 Combine = Literal["", "cluster", "kernel"]
 
 CLUSTER_SPLITS = (2, 3, 4, 6, 8)
@@ -145,6 +150,25 @@ def expected_us(
     if is_cluster:
         us += rates.cluster_us + rates.cluster_load_us * min(1.0, rounds)
     return us
+
+
+def decoding(config: Config, batch: PagedBatch) -> Decoding:
+    """A batch as a kernel sees it. Lengths are rounded, so that few kinds of calls occur."""
+    packed, blocks = int(config.get("packed_heads", 1)), int(config["blocks_per_sm"])
+    heads = batch.heads_kv if config.get("pads_heads") else batch.heads_q // packed
+    mean_rows = -(-batch.rows // max(1, batch.batch))
+    return Decoding(
+        instance=instance(batch.head_dim),
+        tile_n=int(config["tile_n"]),
+        blocks_per_sm=blocks,
+        places=batch.sm_count * blocks,
+        tiles=heads * batch.batch * -(-mean_rows // (tile_m(config.params) // packed)),
+        rows=batch.rows * batch.heads_q,
+        longest=coarse(batch.longest),
+        mean=coarse(batch.mean),
+        bytes_per_key=2 * batch.batch * batch.heads_kv * batch.head_dim * batch.element_bytes,
+        has_clusters=config["warp_groups"] == 1 and not config.get("pads_heads"),
+    )
 
 
 @lru_cache(maxsize=4096)

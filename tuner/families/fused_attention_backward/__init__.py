@@ -90,6 +90,7 @@ class FusedAttentionBackward(Family):
 
     name: ClassVar[str] = "fused_attention_backward"
     op: ClassVar[str] = AttentionBackwardProblem.op
+    fit = "backward", "fused_attention_backward.fit"
     proof_draws: ClassVar[str] = "fused_attention_backward.draws:BackwardDraw"
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS

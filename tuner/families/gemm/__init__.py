@@ -28,21 +28,18 @@ from tuner.families.base import (
     Strides,
 )
 from tuner.families.chip_work import Work
-from tuner.families.gemm import cost, legality
-from tuner.families.gemm import space as gemm_space
-from tuner.families.gemm.chip_work import gemm_work
-from tuner.families.gemm.shape import (
+from tuner.families.collective import (
     CONSUMERS,
     COOPERATIVE,
-    DECOMPOSITIONS,
     NO_SMEM,
     PLAIN,
     PROMOTED_K,
-    RASTER_ORDERS,
-    SWIZZLES,
     TMA_EPILOGUE,
-    oriented,
 )
+from tuner.families.gemm import cost, legality
+from tuner.families.gemm import space as gemm_space
+from tuner.families.gemm.chip_work import gemm_work
+from tuner.families.gemm.shape import DECOMPOSITIONS, RASTER_ORDERS, SWIZZLES, oriented
 from tuner.families.invariance import ReductionClass
 from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (

@@ -6,7 +6,8 @@ from math import ceil
 
 from tuner.config import Config
 from tuner.families.chip_work import WARPS_PER_SM, Work, wgmmas
-from tuner.families.gemm.shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
+from tuner.families.collective import CONSUMERS, PINGPONG, PLAIN
+from tuner.families.gemm.shape import oriented, smem_bytes
 from tuner.hardware import SMEM_PER_SM_BYTES, SMEM_RESERVED_PER_BLOCK_BYTES, WARP, WARP_GROUP, Gpu
 from tuner.problem import DTYPE_BYTES, GemmProblem
 

@@ -14,11 +14,8 @@ from math import ceil, inf, log
 from typing import Any
 
 from tuner.config import Config
+from tuner.families.collective import COOPERATIVE, NO_SMEM, PLAIN, PROMOTED_K
 from tuner.families.gemm.shape import (
-    COOPERATIVE,
-    NO_SMEM,
-    PLAIN,
-    PROMOTED_K,
     GemmShape,
     effective_swizzle,
     instruction_columns,

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tuner.config import Config, Value
-from tuner.families.gemm.shape import (
+from tuner.families.collective import (
     CONSUMERS,
     COOPERATIVE,
     NO_SMEM,
     PLAIN,
     PROMOTED_K,
     TMA_EPILOGUE,
-    oriented,
-    smem_bytes,
-    tile_blocks,
 )
+from tuner.families.gemm.shape import oriented, smem_bytes, tile_blocks
 from tuner.hardware import (
     MAX_PORTABLE_CLUSTER,
     MAX_TMA_STRIDE_BYTES,

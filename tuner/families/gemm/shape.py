@@ -6,22 +6,10 @@ from dataclasses import dataclass
 from math import ceil, gcd
 
 from tuner.config import Config
+from tuner.families.collective import CONSUMERS, NO_SMEM, PINGPONG, PLAIN
 from tuner.hardware import SMEM_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, GemmProblem
 
-PLAIN = "TmaWarpSpecialized"
-PINGPONG = "TmaWarpSpecializedPingpong"
-COOPERATIVE = "TmaWarpSpecializedCooperative"
-NO_SMEM = "NoSmemWarpSpecialized"
-#: Warp groups that share one tile (gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp).
-CONSUMERS = {PLAIN: 1, PINGPONG: 1, COOPERATIVE: 2}
-#: The epilogue through shared memory that belongs to each schedule. Others either fail (a
-#: cooperative mainloop with TmaWarpSpecialized) or compile silently into wrong ones
-#: (ping-pong with TmaWarpSpecializedCooperative) [c].
-TMA_EPILOGUE = {PLAIN: PLAIN, PINGPONG: PLAIN, COOPERATIVE: COOPERATIVE}
-#: K of the partial sums that are added to fp32 ones without `fast_accum`: CUTLASS's
-#: mma_promotion_interval (gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized_fp8.hpp).
-PROMOTED_K = 128
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: "Heuristic" and "DataParallel" are left out: the first picks one of these or plain persistent
 #: scheduling, which is the second (gemm/kernel/tile_scheduler_params.h).

@@ -6,16 +6,11 @@ from collections.abc import Iterator
 from math import ceil, prod
 
 from tuner.config import Config, Value
+from tuner.families.collective import CONSUMERS, COOPERATIVE, NO_SMEM, PINGPONG, PLAIN, TMA_EPILOGUE
 from tuner.families.gemm.cost import clustered_blocks
 from tuner.families.gemm.shape import (
-    CONSUMERS,
-    COOPERATIVE,
-    NO_SMEM,
-    PINGPONG,
-    PLAIN,
     RASTER_ORDERS,
     SWIZZLES,
-    TMA_EPILOGUE,
     GemmShape,
     effective_swizzle,
     instruction_columns,

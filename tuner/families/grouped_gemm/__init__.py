@@ -17,18 +17,11 @@ from tuner.config import Config, Value
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, posed
 from tuner.families.chip_work import Work, work_of_groups
+from tuner.families.collective import CONSUMERS, COOPERATIVE, NO_SMEM, PINGPONG, TMA_EPILOGUE
 from tuner.families.gemm import Gemm, cost, reduction_of
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.chip_work import gemm_work
-from tuner.families.gemm.shape import (
-    CONSUMERS,
-    COOPERATIVE,
-    NO_SMEM,
-    PINGPONG,
-    RASTER_ORDERS,
-    TMA_EPILOGUE,
-    round_up,
-)
+from tuner.families.gemm.shape import RASTER_ORDERS, round_up
 from tuner.families.invariance import ReductionClass
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
 from tuner.problem import DTYPE_BYTES, E4M3, GemmProblem, GroupedGemmProblem, Problem

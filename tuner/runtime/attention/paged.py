@@ -12,10 +12,9 @@ from torch.library import Library, register_fake
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families.attention_instances import instance
+from tuner.families import family
 from tuner.families.base import Strides
-from tuner.families.fused_attention import paged_schedule
-from tuner.families.fused_attention.packing import is_held, tile_m
+from tuner.families.schedules import PagedBatch
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import rounded
@@ -139,38 +138,23 @@ class PagedCall(Paged, Call):
         return _sized(plan, sizes, shapes, strides, self.scale, schedule)
 
     def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
-        """Splits of a selected kernel for this call's lengths (`paged_schedule`)."""
-        if config["persistent"] or "stream_k" in config.params or invariance.is_on():
-            is_shared = "split_keys" in config.params and "combine" in config.params
-            return (("splits", 1), *((("combine", "kernel"),) if is_shared else ()))
-        splits, combine = paged_schedule.best(self.decoding(config))
-        return (("splits", splits), *((("combine", combine),) if combine else ()))
+        """Run-time parameters of a selected kernel for this call's lengths."""
+        member = family(config.family)
+        if invariance.is_on():
+            return tuple(member.ordered_schedule(config).items())
+        return tuple(member.paged_schedule(config, self.lengths()).items())
 
-    def decoding(self, config: Config) -> paged_schedule.Decoding:
-        """The batch as a kernel sees it. Lengths are rounded, so that few kinds of calls occur."""
+    def lengths(self) -> PagedBatch:
+        """The sequences, as far as the host knows them."""
         rows, heads_q, head_dim = self.query.shape
-        heads_kv, packed = self.key.shape[2], int(config.get("packed_heads", 1))
-        heads = heads_kv if config.get("pads_heads") else heads_q // packed
-        queries = tile_m(config.params) // packed  # of a tile
-        mean_rows = -(-rows // max(1, self.batch))
         seen = max(1, self.longest_kv)
         if self.extras.left >= 0:
             seen = min(seen, self.extras.left + self.longest_q)
         mean = seen
         if self.batch > 1:
             mean = 0 if self.total_kv is None else min(seen, -(-self.total_kv // self.batch))
-        return paged_schedule.Decoding(
-            instance=instance(head_dim),
-            tile_n=int(config["tile_n"]),
-            blocks_per_sm=int(config["blocks_per_sm"]),
-            places=DEFAULT_GPU.sm_count * int(config["blocks_per_sm"]),
-            tiles=heads * self.batch * -(-mean_rows // queries),
-            rows=rows * heads_q,
-            longest=paged_schedule.coarse(seen),
-            mean=paged_schedule.coarse(mean),
-            bytes_per_key=2 * self.batch * heads_kv * head_dim * self.key.element_size(),
-            has_clusters=config["warp_groups"] == 1 and not config.get("pads_heads"),
-        )
+        sizes = self.batch, rows, heads_q, self.key.shape[2], head_dim
+        return PagedBatch(*sizes, seen, mean, self.key.element_size(), DEFAULT_GPU.sm_count)
 
     def run(self, plan: Plan) -> Any:
         sized = self.sized(plan)
@@ -381,8 +365,9 @@ def _sized(
         raise ConfigError(f"{known.op} has no paged cache")
     batch, longest_q, longest_kv = sizes
     shape_q, shape_kv = shapes
-    packed, group = int(config.get("packed_heads", 1)), shape_q[1] // shape_kv[2]
-    if not is_held(group, packed, "pads_heads" in config.params):
+    group = shape_q[1] // shape_kv[2]
+    if not family(config.family).holds(config, group):
+        packed = config.get("packed_heads", 1)
         return Refusal(Kind.TENSORS, f"packs of {packed} do not hold {group} heads to a KV head")
     problem = Sized(
         seqlen_q=max(1, longest_q),

@@ -16,9 +16,10 @@ from torch.library import Library, register_autograd
 
 from tuner.errors import ConfigError, TunerError
 from tuner.families.attention_instances import INSTANCES, instance
-from tuner.families.fused_attention_backward.rule import KERNELS, BackwardKind, kind_of, targets
+from tuner.families.by_operation import AttentionDomain, Mask, Phase, rules
+from tuner.families.target import Target
 from tuner.hardware import HOPPER, Gpu
-from tuner.problem import AttentionBackwardProblem
+from tuner.problem import AttentionBackwardProblem, DType
 from tuner.runtime.attention.attention_call import AttentionCall
 from tuner.runtime.attention.composed import (
     BackwardInputs,
@@ -30,7 +31,6 @@ from tuner.runtime.attention.operators import Tensors, define, is_operable, run_
 from tuner.runtime.call import counters, devices, guards, handed_over, proven_kernels, serving
 from tuner.runtime.call.refusal import Refusal
 from tuner.runtime.training.gradients import run_gradients
-from tuner.selection.domains import AttentionDomain, Mask, Phase
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
 _OPTIONS = "bool is_causal, float? scale, SymInt left, SymInt right, float softcap"
@@ -87,18 +87,22 @@ def _is_proven(
     Args:
         device: device of the tensors.
         dtype: their type.
-        columns: columns of the instance (`BackwardKind`).
+        columns: columns of the kernels' instance.
         is_causal: mask of the attention.
         window: a name under a window, else empty.
         softcap: a name with a soft cap, else empty.
         wants_gradient: the graph computes gradients.
     """
-    kind = BackwardKind(columns, is_causal, False, bool(window), bool(softcap))
-    if kind not in KERNELS:
+    kind = columns, is_causal, bool(window), bool(softcap)
+    if not (gradients := _gradients(guards.DTYPES[dtype], *kind)):
         return False
     try:
         gpu = devices.gpu_of(-1 if device.index is None else device.index)
-        return gpu.compute_capability == HOPPER and _has_proven(gpu, dtype, kind, wants_gradient)
+        if gpu.compute_capability != HOPPER:
+            return False
+        if wants_gradient and not any(proven_kernels.is_proven(one, gpu) for one in gradients):
+            return False
+        return _has_forward(gpu, guards.DTYPES[dtype], *kind, wants_gradient)
     except (RuntimeError, AssertionError, TunerError):  # no such GPU, or a damaged file
         return False
 
@@ -107,27 +111,40 @@ def _is_proven(
 _is_proven._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _has_proven(gpu: Gpu, dtype: torch.dtype, kind: BackwardKind, wants_gradient: bool) -> bool:
-    mask: Mask = "windowed" if kind.is_windowed else "causal" if kind.is_causal else "full"
-    name = guards.DTYPES[dtype]
-    phases: tuple[Phase, ...] = ("prompt",) if wants_gradient else get_args(Phase)
-    forward = (
-        problem
+def _gradients(
+    dtype: DType, columns: int, is_causal: bool, is_windowed: bool, has_softcap: bool
+) -> list[Target]:
+    """Kernels of gradients of a kind of call, not deterministic and of equal lengths."""
+    kind = columns, is_causal, is_windowed, has_softcap, False, False
+    return [
+        target
+        for rule in rules({AttentionBackwardProblem.op})
+        for target in rule.targets()
+        if isinstance(small := target.problem, AttentionBackwardProblem)
+        and small.dtype == dtype
+        and (small.head_dim, small.is_causal, small.is_windowed, small.softcap > 0) == kind[:4]
+        and (small.is_varlen, small.is_deterministic) == kind[4:]
+    ]
+
+
+def _has_forward(
+    gpu: Gpu,
+    dtype: DType,
+    columns: int,
+    is_causal: bool,
+    is_windowed: bool,
+    has_softcap: bool,
+    of_prompts: bool,
+) -> bool:
+    """True when a forward kernel of a kind is proven, `of_prompts` one of prompts."""
+    mask: Mask = "windowed" if is_windowed else "causal" if is_causal else "full"
+    phases: tuple[Phase, ...] = ("prompt",) if of_prompts else get_args(Phase)
+    return any(
+        proven_kernels.has_proven(problem, gpu)
         for phase in phases
-        for problem in AttentionDomain(kind.columns, mask, phase, kind.has_softcap).problems(name)
-        if problem.is_causal == kind.is_causal
+        for problem in AttentionDomain(columns, mask, phase, has_softcap).problems(dtype)
+        if problem.is_causal == is_causal
     )
-    if not any(proven_kernels.has_proven(problem, gpu) for problem in forward):
-        return False
-    if not wants_gradient:
-        return True
-    gradients = (
-        problem
-        for problem in (target.problem for target in targets())
-        if isinstance(problem, AttentionBackwardProblem)
-        and (kind_of(problem), problem.dtype) == (kind, name)
-    )
-    return any(proven_kernels.has_proven(problem, gpu) for problem in gradients)
 
 
 def _call(

@@ -8,7 +8,7 @@ PyTorch's own call, if PyTorch would choose that kernel.
 A GPU without a portfolio of its own uses another GPU's, rescaled
 (`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products, products
 with factors of blocks and gradients of attention have a rule in the place of a portfolio
-(`tuner.selection.rules`).
+(`tuner.families.by_operation`).
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from tuner.compile import background
 from tuner.config import Config
 from tuner.errors import StoreBusyError, TunerError
 from tuner.families import family
-from tuner.families.fused_attention_backward import rule as backward
+from tuner.families.by_operation import domain_of, rule_of
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
-from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
+from tuner.problem import AttentionProblem, Problem
 from tuner.runtime.call import counters, devices, native
 from tuner.runtime.call.plan import Excluded, Plan, Posed, plan_of
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.selection import engine_ratios, invariant
 from tuner.selection.choice import Selection
-from tuner.selection.domains import domain_of
 from tuner.selection.kernels import Lists, lists
 from tuner.selection.portfolio import Portfolio, serving, shipped
-from tuner.selection.rules import rule_of
 
 if TYPE_CHECKING:
     from tuner.families.rule import RuleSelection
+    from tuner.families.target import Target
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -103,22 +102,26 @@ def has_proven(problem: Problem, gpu: Gpu) -> bool:
     """True when an own kernel that serves such problems is proven on this machine.
 
     Args:
-        problem: a small problem of a portfolio's domain, or of a kind of gradient.
+        problem: a small problem of a portfolio's domain.
         gpu: GPU that it runs on.
     """
     try:
-        if isinstance(problem, AttentionBackwardProblem):
-            kind = backward.kind_of(problem)
-            config = None if kind is None else backward.KERNELS.get(kind)
-            configs = [] if config is None else [config]
-        else:
-            mine = _portfolio_of(problem, gpu)
-            models = None if mine is None else mine.models_of(domain_of(problem))
-            known = () if models is None else models.candidates
-            configs = [k.config for k in known if k.family is not None and not k.is_vendor]
+        mine = _portfolio_of(problem, gpu)
+        models = None if mine is None else mine.models_of(domain_of(problem))
+        candidates = () if models is None else models.candidates
+        configs = [k.config for k in candidates if k.family is not None and not k.is_vendor]
         return any(isinstance(_artifacts(problem, gpu, c), dict) for c in configs)
     except FAULTS as exc:
         counters.count_error(damaged(problem, exc).reason)
+        return False
+
+
+def is_proven(target: Target, gpu: Gpu) -> bool:
+    """True when a rule's kernel is proven on this machine."""
+    try:
+        return isinstance(_artifacts(target.problem, gpu, target.config), dict)
+    except FAULTS as exc:
+        counters.count_error(damaged(target.problem, exc).reason)
         return False
 
 

@@ -39,7 +39,7 @@ _FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.
 #: much.
 CUDNN_FLOPS = 4e10
 #: The same from which another kernel replaces cuDNN's, which takes about 200 us. Our own are
-#: expected to save 5 to 15 % of that (`COSTS` of `families/fused_attention_backward/rule.py`).
+#: expected to save 5 to 15 % of that (by the costs of the rule of gradients).
 CUDNN_REPLACED_FLOPS = 1e11
 #: The same from which cuDNN's backward kernel replaces FlashAttention-2's where the gradient is
 #: computed here anyway: it is between the shapes measured where it lost and where it won.

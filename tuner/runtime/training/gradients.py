@@ -1,5 +1,5 @@
 """Gradients of attention by a measured backward kernel, or by one that the rule chooses
-(`tuner.families.fused_attention_backward.rule`); own or a vendor's.
+(`tuner.families.by_operation`); own or a vendor's.
 """
 
 from __future__ import annotations

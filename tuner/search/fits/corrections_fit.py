@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner.errors import ConfigError
+from tuner.families.by_operation import AnyDomain, AttentionDomain, ProductDomain
+from tuner.families.fitting import Constants, FitGroup
 from tuner.hardware import Gpu
 from tuner.problem import Problem, problem_from_json
 from tuner.search import corrections
 from tuner.search.corrections import LIBRARIES, ONE_QUERY, ONE_QUERY_OF_PYTORCH, OWN
-from tuner.search.fits.refit import Constants, Refit, rows
-from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
+from tuner.search.fits.refit import Refit, rows
 from tuner.selection.portfolio import Portfolio, serving, shipped
 
 STEPS = 40
@@ -172,5 +173,5 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     for name, timed in calls(rows(files), gpu).items():
         fix = CORRECTIONS[name]
         ships = fix.ships(gpu.name)
-        result.fit(name, timed, ships, fix.fitted, fix.loss, lambda call: call.model)
+        result.fit(FitGroup(name, timed, ships, fix.fitted, fix.loss, lambda call: call.model))
     return result

@@ -20,12 +20,13 @@ from tuner.base import resources
 from tuner.errors import ConfigError
 from tuner.families import families, families_of
 from tuner.families.base import Family
+from tuner.families.fitting import Constants, FitGroup, least_squares
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem, Problem
 from tuner.runners import recording_archive
 from tuner.runners.recording import Recording, read
-from tuner.search.fits.refit import Constants, Refit, least_squares
+from tuner.search.fits.refit import Refit
 
 #: Deviation, in natural logarithms, from which a time counts as an outlier; of a problem's mean;
 #: and of a constant from where its fit starts.
@@ -188,12 +189,14 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         family, folds = members[name], fits.folds(name)
         if folds:
             best = result.fit(
-                name,
-                fits.of(name),
-                family.constants,
-                partial(fitted, family),
-                partial(deviation, family),
-                lambda part, folds=folds: folds[part.problem.key],  # type: ignore[misc]
+                FitGroup(
+                    name,
+                    fits.of(name),
+                    family.constants,
+                    partial(fitted, family),
+                    partial(deviation, family),
+                    lambda part, folds=folds: folds[part.problem.key],  # type: ignore[misc]
+                )
             )
             content = {"fit": "tuner fit cost", "constants": best, "errors": result.errors[-1]}
             result.documents[folder / f"{name}.json"] = content

@@ -17,11 +17,11 @@ from typing import Any
 
 from tuner.base import resources
 from tuner.errors import ConfigError
+from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, problem_from_json
 from tuner.search.fits.refit import Refit, rows
 from tuner.selection import portfolio_json
-from tuner.selection.domains import AnyDomain, AttentionDomain
 from tuner.selection.engine_ratios import WIDTH_OCTAVES, EngineRatios, is_engines, sizes_of
 from tuner.selection.portfolio import shipped
 from tuner.selection.ratios import Ratios

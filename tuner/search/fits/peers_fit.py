@@ -19,12 +19,12 @@ from typing import Any
 from tuner.base import document, resources
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.families.peers import ANSWERS
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, problem_from_json
 from tuner.search.fits.refit import Refit, rows, text_of
 from tuner.selection import portfolio_json
-from tuner.selection.domains import AnyDomain, AttentionDomain
 from tuner.selection.peer_ratios import MIN_LEAD, WIDTH_OCTAVES, PeerRatios, sizes_of
 from tuner.selection.portfolio import shipped
 from tuner.selection.ratios import Ratios

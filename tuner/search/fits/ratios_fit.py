@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from tuner.base import resources
 from tuner.errors import ConfigError
+from tuner.families.by_operation import AnyDomain
 from tuner.hardware import Gpu
 from tuner.problem import problem_from_json
 from tuner.search.fits.refit import Refit, rows
 from tuner.selection import portfolio_json
 from tuner.selection.choice import Selection, choose
-from tuner.selection.domains import AnyDomain
 from tuner.selection.portfolio import Portfolio, shipped
 from tuner.selection.ratios import Ratios
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
+from tuner import families
 from tuner.base import document, output
-from tuner.base.install import extra_command
 from tuner.errors import ConfigError
+from tuner.families.fitting import Constants, FitGroup
+from tuner.hardware import Gpu
 from tuner.selection.describe import table
 
 _GZIP = b"\x1f\x8b"
-Item = TypeVar("Item")
-Constants = Mapping[str, float]
 
 
 @dataclass
@@ -38,19 +38,9 @@ class Refit:
         """Add constants."""
         self.constants |= {f"{title}: {k}": (ships.get(k), v) for k, v in fitted.items()}
 
-    def fit(
-        self,
-        title: str,
-        items: Sequence[Item],
-        ships: Constants,
-        fitted: Callable[[list[Item]], Constants],
-        loss: Callable[[Item, Constants], float],
-        part: Callable[[Item], Any] | None = None,
-    ) -> Constants:
-        """Fit constants to measured items, and note their losses beside those that ship.
-
-        The items of each `part` are also judged by a fit to the others.
-        """
+    def fit(self, group: FitGroup) -> Constants:
+        """Fit constants to measured items, and note their losses beside those that ship."""
+        title, items, ships, fitted, loss, part = group
         best = fitted(list(items))
         self.note(title, ships, best)
         losses = {"as it ships": [loss(x, ships) for x in items]}
@@ -117,29 +107,13 @@ def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return parsed
 
 
-def least_squares(
-    residuals: Callable[[Constants], Sequence[float]],
-    start: Constants,
-    digits: int,
-    loss: str = "soft_l1",
-    **options: Any,
-) -> dict[str, float]:
-    """Positive constants of the least residuals, which move from a start by factors.
-
-    Further options are those of `scipy.optimize.least_squares`; by default outliers weigh less.
+def of_family(module: str, files: Sequence[Path], gpu: Gpu) -> Refit:
+    """Fit the constants that a family's module declares.
 
     Raises:
-        ConfigError: when scipy is not installed.
+        ConfigError: when a file is wrong, or has no row for them.
     """
-    try:
-        from scipy import optimize
-    except ImportError as exc:
-        raise ConfigError(f"a fit needs scipy ({exc}): {extra_command('fit')}") from exc
-
-    def moved(steps: Sequence[float]) -> dict[str, float]:
-        return {n: v * math.exp(s) for (n, v), s in zip(start.items(), steps, strict=True)}
-
-    solution = optimize.least_squares(
-        lambda steps: residuals(moved(steps)), [0.0] * len(start), loss=loss, **options
-    )
-    return {name: float(f"{v:.{digits}g}") for name, v in moved(solution.x).items()}
+    result = Refit(f"{families.__name__}.{module.partition('.')[0]}")
+    for group in importlib.import_module(f"{families.__name__}.{module}").groups(rows(files), gpu):
+        result.fit(group)
+    return result

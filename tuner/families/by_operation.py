@@ -1,9 +1,30 @@
-"""Rules of the families that have one in the place of a portfolio (`tuner.families.rule`)."""
+"""Domains of the portfolios, and rules in their place, by operation.
+
+A domain is a set of problems with equal compiled-in features and bottleneck. It has a few kernels,
+and time models that hold within it. fp16 and bf16 share a domain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
+from tuner.families.domain import MAX_SIZE_FACTOR, Domain
+from tuner.families.fused_attention.domains import (
+    CAPPED,
+    MAX_CAPPED,
+    AttentionDomain,
+    Mask,
+    Phase,
+)
+from tuner.families.gemm.domains import (
+    EPILOGUES,
+    LAYOUTS,
+    MAX_NARROW,
+    GatedDomain,
+    Gradient,
+    ProductDomain,
+    Rows,
+)
 from tuner.families.rule import Rule
 from tuner.problem import (
     AttentionBackwardProblem,
@@ -13,10 +34,45 @@ from tuner.problem import (
     Problem,
 )
 
+__all__ = [
+    "CAPPED",
+    "DOMAINS",
+    "EPILOGUES",
+    "LAYOUTS",
+    "MAX_CAPPED",
+    "MAX_NARROW",
+    "MAX_SIZE_FACTOR",
+    "OPERATIONS",
+    "WITHOUT_PORTFOLIO",
+    "AnyDomain",
+    "AttentionDomain",
+    "Domain",
+    "GatedDomain",
+    "Gradient",
+    "Mask",
+    "Phase",
+    "ProductDomain",
+    "Rows",
+    "domain_of",
+    "rule_of",
+    "rules",
+]
+
+AnyDomain = AttentionDomain | ProductDomain | GatedDomain
+DOMAINS: Mapping[str, type[AnyDomain]] = {
+    kind.op: kind for kind in (AttentionDomain, ProductDomain, GatedDomain)
+}
+"""The kind of domain of each operation that has portfolios."""
 WITHOUT_PORTFOLIO = (AttentionBackwardProblem.op, GroupedGemmProblem.op)
 """The operations that have a rule for all problems, and no portfolio."""
 OPERATIONS = (*WITHOUT_PORTFOLIO, GemmProblem.op, AttentionProblem.op)
 """The operations that have a rule."""
+
+
+def domain_of(problem: Problem) -> AnyDomain | None:
+    """The domain of a problem; None for problems without a portfolio."""
+    kind = DOMAINS.get(problem.op)
+    return None if kind is None else kind.holding(problem)
 
 
 def rule_of(problem: Problem) -> Rule | None:

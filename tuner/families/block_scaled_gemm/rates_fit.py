@@ -8,9 +8,8 @@ and the microseconds of each kernel by `kernel_name`, behind ``tuner`` beside ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ from tuner.families import families
 from tuner.families.block_scaled_gemm import Rates, rates_of
 from tuner.families.block_scaled_gemm import rule as products_rule
 from tuner.families.block_scaled_grouped_gemm import grouped_estimate_us
+from tuner.families.fitting import Constants, FitGroup
 from tuner.families.grouped_gemm import rule as grouped_rule
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, problem_from_json
-from tuner.search.fits.refit import Constants, Refit, rows
 
 FACTORS = (1.6, 1.2, 1.05, 1.01)
 """Steps of the descent: rates are multiplied or divided by these while the error falls."""
@@ -164,16 +163,15 @@ def products_of(
     return [TimedProduct(problem_from_json(problem), us) for problem, us in timed if us]
 
 
-def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
-    """Fit the rates of the kernels that the files time.
+def groups(rows: Sequence[Mapping[str, Any]], gpu: Gpu) -> Iterator[FitGroup]:
+    """The rates of the kernels that the rows time.
 
     Raises:
-        ConfigError: when a file is wrong, or times no kernel of a rule.
+        ConfigError: when they time no kernel of a rule.
     """
-    result, timed = Refit(f"{products_rule.__name__} and {grouped_rule.__name__}"), rows(files)
-    for op, (rule, ships) in rules(gpu).items():
-        if products := products_of(op, timed, rule):
-            result.fit(op, products, ships, rule.fitted, rule.loss, lambda one: one.layer)
-    if not result.constants:
+    timed = {op: products_of(op, rows, rule) for op, (rule, _) in rules(gpu).items()}
+    if not any(timed.values()):
         raise ConfigError("no kernel of a rule is timed in these files")
-    return result
+    for op, (rule, ships) in rules(gpu).items():
+        if products := timed[op]:
+            yield FitGroup(op, products, ships, rule.fitted, rule.loss, lambda one: one.layer)

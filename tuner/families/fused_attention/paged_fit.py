@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
 from tuner.errors import ConfigError
 from tuner.families.attention_instances import instance
+from tuner.families.fitting import Constants, FitGroup, least_squares
 from tuner.families.fused_attention import paged_schedule
 from tuner.families.fused_attention.paged_schedule import Combine, Decoding, ScheduleRates
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, problem_from_json
-from tuner.search.fits.refit import Constants, Refit, least_squares, rows
 
 _MAX_RATIO = 2.5
 """Schedules slower than this over the fastest of their batch are left out."""
@@ -137,16 +136,15 @@ def timed(documents: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[Batch]:
     return batches
 
 
-def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
-    """Fit the constants of each instance that the files time.
+def groups(rows: Sequence[Mapping[str, Any]], gpu: Gpu) -> Iterator[FitGroup]:
+    """The constants of each instance that the rows time.
 
     Raises:
-        ConfigError: when a file is wrong, or times no schedule.
+        ConfigError: when they time no schedule.
     """
-    result, batches = Refit(paged_schedule.__name__), timed(rows(files), gpu)
+    batches = timed(rows, gpu)
     number = {id(batch): place for place, batch in enumerate(batches)}
     for width in sorted({batch[0].batch.instance for batch in batches}):
         mine = [batch for batch in batches if batch[0].batch.instance == width]
         ships = paged_schedule.RATES[width]._asdict()
-        result.fit(f"D={width}", mine, ships, fitted, loss, lambda batch: number[id(batch)] % 2)
-    return result
+        yield FitGroup(f"D={width}", mine, ships, fitted, loss, lambda batch: number[id(batch)] % 2)

@@ -1,4 +1,4 @@
-"""Fit of `COSTS` of `tuner.families.fused_attention_backward.rule` to timed gradients of attention.
+"""Fit of the rule's `COSTS` to timed gradients of attention.
 
 A row has the problem and the microseconds of each kernel by name, as in ``tuner own``, ``flash3``
 or, of its deterministic mode, ``flash3, deterministic``.
@@ -7,17 +7,16 @@ or, of its deterministic mode, ``flash3, deterministic``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from tuner.families.attention_instances import instance
-from tuner.families.fused_attention_backward import rule
+from tuner.families.fitting import Constants, FitGroup
 from tuner.families.fused_attention_backward.rule import COSTS, BackwardCost, work
 from tuner.hardware import Gpu
 from tuner.problem import AttentionBackwardProblem, problem_from_json
-from tuner.search.fits.refit import Constants, Refit, rows
 
 FIXED_US = {name: COSTS[name, False].start_us for name in ("cudnn", "flash2")}
 """Fixed times of PyTorch's kernels, which the fit keeps. They were fitted to smaller problems on
@@ -72,14 +71,10 @@ def _shipped(cost: BackwardCost) -> Constants:
     return {"us": cost.start_us, "GB/s": cost.gbs, **rates}
 
 
-def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
-    """Fit the costs of all kernels that the files time.
-
-    Raises:
-        ConfigError: when a file is wrong.
-    """
+def groups(rows: Sequence[Mapping[str, Any]], gpu: Gpu) -> Iterator[FitGroup]:
+    """The costs of all kernels that the rows time."""
     times: dict[tuple[str, bool], list[TimedGradients]] = {}
-    for row in rows(files):
+    for row in rows:
         problem = cast(AttentionBackwardProblem, problem_from_json(row["problem"]))
         name = _name(instance(problem.head_dim), problem.is_causal)
         for contender, us in row["us"].items():
@@ -88,14 +83,12 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
                 flops, moved = (amount / 1e6 for amount in work(kernel[0], problem, gpu))
                 timed = TimedGradients(name, flops, moved, us)
                 times.setdefault(kernel, []).append(timed)
-    result = Refit(rule.__name__)
     for (name, is_deterministic), mine in sorted(times.items()):
         starts = (FIXED_US[name],) if name in FIXED_US else STARTS_US
-        result.fit(
+        yield FitGroup(
             name + " deterministic" * is_deterministic,
             mine,
             _shipped(COSTS[name, is_deterministic]),
-            lambda some, starts=starts: fitted(some, starts),  # type: ignore[misc]
+            partial(fitted, starts=starts),
             lambda one, constants: abs(one.away(constants)),
         )
-    return result
