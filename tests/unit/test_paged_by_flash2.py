@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from tuner.errors import ConfigError  # noqa: E402
 from tuner.runtime.attention import flash2, paged_composed, varlen  # noqa: E402
-from tuner.runtime.attention.composed import Extras  # noqa: E402
+from tuner.runtime.attention.composed import Extras, compose  # noqa: E402
 from tuner.runtime.attention.paged import paged_call  # noqa: E402
 from tuner.runtime.call import devices  # noqa: E402
 
@@ -26,7 +26,12 @@ def operator(
     rows of no sequence are not written.
     """
     longest_q, longest_kv, _, is_causal, _ = options
-    left, right, used = more["window_size_left"], more["window_size_right"], more["seqused_k"]
+    left, right, used = more["window_size_left"], more["window_size_right"], more.get("seqused_k")
+    if starts_q is None:  # dense, (B, S, H, D)
+        starts = torch.arange(len(query) + 1) * query.shape[1]
+        packed = (t.flatten(0, 1) for t in (query, key, value))
+        out, lse = operator(*packed, starts, starts, *options, **more)
+        return out.view(query.shape), lse
     assert int(starts_q.diff().max()) <= longest_q and int(starts_kv.diff().max()) <= longest_kv
     if longest_q == 1:
         assert len(query) == len(starts_q) - 1, "a row of each sequence"
@@ -123,6 +128,23 @@ def test_packed_sequences_go_to_it_where_its_mask_is_the_same(
     assert apart._fits_flash2 is not is_causal
     monkeypatch.setattr(flash2, "takes", lambda *tensors: False)
     torch.testing.assert_close(by_operator, apart.by_pytorch(), atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "window"), [(True, (5, -1)), (False, (5, 3)), (False, (-1, 2))]
+)
+def test_windows_over_as_many_keys_as_queries_go_to_it(
+    is_causal: bool, window: tuple[int, int], monkeypatch: Any
+) -> None:
+    query, key, value = torch.randn(3, 2, 4, 21, WIDTH).half()
+    options = None, 0.0, is_causal, 0.3, False, Extras(*window)
+    by_operations = compose(query, key, value, *options)
+    monkeypatch.setattr(flash2, "takes", lambda *tensors: True)
+    by_operator = compose(query, key, value, *options)
+    assert by_operator.stride() == query.transpose(1, 2).contiguous().transpose(1, 2).stride()
+    torch.testing.assert_close(by_operator, by_operations, atol=2e-3, rtol=1e-2)
+    fewer = query[:, :, :9]
+    assert compose(fewer, key, value, *options).shape == fewer.shape, "by PyTorch's operations"
 
 
 def test_a_capture_of_lengths_that_the_host_reads_is_one_clear_line(monkeypatch: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import dropout
 
 from tuner.errors import ConfigError
+from tuner.runtime.attention import flash2
 from tuner.runtime.attention.bias import with_elements
 from tuner.runtime.call import native
 
@@ -117,6 +118,13 @@ def compose(
     Returns:
         (B, H, SQ, D), of the query's type.
     """
+    if attn_mask is None and not (dropout_p or extras.softcap):
+        is_grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
+        window = extras.left, extras.right
+        if enable_gqa or not is_grouped:
+            out = flash2.windowed(query, key, value, is_causal, scale, window)
+            if out is not None:
+                return out
     length, keys = query.shape[-2], key.shape[-2]
     visible = length if extras.left < 0 else min(length, keys + extras.left)
     mask = _mask(visible, keys, is_causal, extras, query.device)

@@ -1,4 +1,5 @@
-"""PyTorch's FlashAttention-2 over sequences whose lengths only the device knows.
+"""PyTorch's FlashAttention-2, called with what PyTorch's attention does not pass to it: lengths
+that only the device knows, and windows.
 
 It reads no length on the host, so that calls by it can be captured in CUDA graphs.
 """
@@ -11,7 +12,7 @@ import torch
 
 from tuner.errors import ConfigError
 from tuner.problem.attention import NARROW_HEAD_DIM
-from tuner.runtime.call import devices, guards
+from tuner.runtime.call import devices, guards, handed_over
 
 _WIDTH_STEP = 8
 _HALF = torch.float16, torch.bfloat16
@@ -32,6 +33,7 @@ def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: to
         query.is_cuda
         and dtype in _HALF
         and key.shape[-2:] == value.shape[-2:]
+        and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         and 0 < width <= NARROW_HEAD_DIM
         and width % _WIDTH_STEP == 0
         and heads_kv > 0
@@ -87,3 +89,37 @@ def packed(
         seqused_k=used,
     )
     return out, lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def windowed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    window: tuple[int, int],
+) -> torch.Tensor | None:
+    """Output (B, H, S, D) under a window; None where it does not take the call.
+
+    Args:
+        query: (B, H, S, D).
+        key: (B, HKV, SKV, D); another length than the queries' is not taken.
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        window: keys that a query sees before and after its own; -1: no limit.
+    """
+    if query.dim() != 4 or query.shape[2] != key.shape[2] or torch.compiler.is_compiling():
+        return None
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if len({t.dtype for t in (query, key, value)}) > 1 or not takes(query, key, value, query.dtype):
+        return None
+    tensors = handed_over.aligned(query, key, value)
+    lengths = query.shape[1], key.shape[1]
+    out, *_ = _forward(
+        *(*tensors, None, None, *lengths, 0.0, is_causal, False),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window_size_left=window[0],
+        window_size_right=0 if is_causal else window[1],
+    )
+    return out.transpose(1, 2)

@@ -187,12 +187,12 @@ def _by_flash2(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
         rows = slice(first * queries, last * queries) if is_even else slice(None)
         of_rows = starts[first : last + 1] - (rows.start or 0)
         of_keys = torch.arange(last - first + 1, dtype=torch.int32, device=device) * room
-        dense = (
+        keys, values = (
             _widened(_rows(cache, pages[first:last].flatten()), call, side)
             for side, cache in enumerate((call.key, call.value), 1)
         )
         new = flash2.packed(
-            *(query[rows], *dense, (of_rows, of_keys), (queries, room)),
+            *(query[rows], keys, values, (of_rows, of_keys), (queries, room)),
             *(call.is_causal, call.scale, window, used[first:last]),
         )
         if not is_even and first:  # rows of the sequences before are not among the new ones
