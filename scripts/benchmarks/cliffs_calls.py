@@ -14,8 +14,8 @@ from benchmarks import harness
 from benchmarks.cliffs_draws import Call, Packed, Plain
 from benchmarks.cliffs_holes import serving_call
 from benchmarks.harness import FAILURES, Contender, Row, first_line
-from benchmarks.paged import PEER, Batch
 from benchmarks.paged_batches import Case as Pages
+from benchmarks.paged_calls import PEER, Batch
 from benchmarks.population_calls import measured as model_call_measured
 from benchmarks.population_ways import ENABLED
 from benchmarks.products_ways import Tensors, algorithm_ways, torch_ways

@@ -7,11 +7,16 @@ ended.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import Row
 from benchmarks.paged_batches import Case
+from benchmarks.paged_calls import PEER, Batch, answer, timed
+from tuner.families.peers import installed
 
 #: Copies of the weights: together no less than twice the L2.
 WEIGHTS = 8
@@ -31,10 +36,10 @@ class Step:
     """A batch's step; its queries are the first product's.
 
     Args:
-        batch: `paged.Batch`, whose queries become a view of this step's.
+        batch: tensors and calls, whose queries become a view of this step's.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Batch) -> None:
         import torch
 
         self.batch, case = batch, batch.case
@@ -79,3 +84,33 @@ class Step:
             return torch.mm(out.view(self.out.shape), self.last[index % WEIGHTS], out=self.out)
 
         return call
+
+
+def measure(case: Case, args: Namespace) -> Row:
+    """Times that attention adds to a step of decoding in a captured graph."""
+    batch = Batch(case)
+    step = Step(batch)
+    calls, failed = {"tuner": batch.tuner(batch.tables, case.longest)}, dict[str, str]()
+    module = installed.module_of(PEER)
+    if isinstance(module, str):
+        failed["flash3"] = module
+    else:
+        calls["flash3"] = batch.flash3(module)
+    steps = {name: step.with_attention(call) for name, call in calls.items()}
+    steps["without"] = step.with_attention(None)
+    outs, us, missing = timed(batch, steps, args.us, step.before)
+    without_us = us.pop("without", 0.0)
+    errors = {}
+    if "tuner" in outs and "flash3" in outs:
+        errors["tuner"] = harness.distance(outs["tuner"][0], outs["flash3"][0])
+    return {
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "us": {name: time - without_us for name, time in us.items()},
+        "without_us": without_us,
+        "answered": {"tuner": answer(outs["tuner"][1])} if "tuner" in outs else {},
+        "chosen": batch.selected(),
+        "best": "",
+        "errors": errors,
+        "failed": failed | missing,
+    }

@@ -72,7 +72,7 @@ def latent_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def built_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every paged kernel is built, and does nothing."""
-    from benchmarks import paged
+    from benchmarks import paged_calls as paged
 
     def bind(*_: Any) -> Any:
         return lambda *_: None

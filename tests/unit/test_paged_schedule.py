@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import paged
+from benchmarks import paged_calls as paged
 from benchmarks.paged_batches import Case, ratios, served
 from tuner.families.fused_attention.paged_schedule import Decoding, best, coarse, expected_us
 from tuner.hardware import DEFAULT_GPU
