@@ -6,6 +6,7 @@ quantisation's classes that are made of vLLM's. Needs `engine_unpacked`.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -15,12 +16,14 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_unpacked  # noqa: F401  (makes vLLM importable)
 import torch
 
 GROUP = "vllm.general_plugins"
+TRITON = "vllm.v1.attention.backends.mla.triton_mla"
 
 
 def own_entry_point(group: str) -> list[importlib.metadata.EntryPoint]:
@@ -44,7 +47,39 @@ def registered() -> list[Any]:
     fp8 = products.TunerFp8Config.from_config({
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
     })  # fmt: skip
-    return [custom.get_path(), config.get_name(), fp8.weight_block_size, *linear_kernels()]
+    found = [custom.get_path(), config.get_name(), fp8.weight_block_size]
+    return [*found, *linear_kernels(), latent_layer(registry)]
+
+
+def latent_layer(registry: Any) -> list[Any]:
+    """Path of the backend of latent attention, and shapes of a step by a kernel that does nothing.
+    The step has two queries of each of three sequences; the last sequence is padding.
+    """
+    backend = registry.AttentionBackendEnum.TRITON_MLA
+    own, base = backend.get_class(), importlib.import_module(TRITON)
+    assert issubclass(own, base.TritonMLABackend)
+    assert issubclass(own.get_builder_cls(), base.TritonMLAMetadataBuilder)
+    module = importlib.import_module("tuner.runtime.engines.vllm.latent")
+    base.TritonMLAImpl.__init__ = lambda self, **facts: vars(self).update(facts)
+    facts = {"num_heads": 16, "head_size": 576, "kv_lora_rank": 512, "scale": 0.1}
+    layer = own.get_impl_cls()(kv_cache_dtype="auto", **facts)
+    common = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
+    fields = {f.name for f in dataclasses.fields(common.MLACommonMetadata)}
+    assert {"decode", "num_decode_tokens"} <= fields
+    calls: list[Any] = []
+
+    def answered(call: Any) -> Any:
+        calls.append(call)
+        return call.out
+
+    module.answer = answered
+    decode = SimpleNamespace(
+        block_table=torch.zeros(3, 4).int(), seq_lens=torch.tensor([5, 2, 0]).int()
+    )
+    step = SimpleNamespace(decode=decode, num_decode_tokens=6, causal=True)
+    query = torch.zeros(6, 16, 512).bfloat16(), torch.zeros(6, 16, 64).bfloat16()
+    out, lse = layer.forward_mqa(query, torch.zeros(9, 64, 576).bfloat16(), step, None)
+    return [backend.get_path(), list(calls[0].query.shape), list(out.shape), list(lse.shape)]
 
 
 def linear_kernels() -> list[Any]:
@@ -90,7 +125,7 @@ def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tuner.runtime").addHandler(handler)
-    os.environ["TUNER_VLLM_LINEAR"] = "1"
+    os.environ |= {"TUNER_VLLM_LINEAR": "1", "TUNER_VLLM_MLA": "1"}
     importlib.metadata.entry_points = own_entry_point  # type: ignore[assignment]
     importlib.import_module("vllm.plugins").load_general_plugins()
     print(json.dumps({"lines": lines, "registered": [] if lines else registered()}))

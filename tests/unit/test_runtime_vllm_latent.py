@@ -57,15 +57,16 @@ def latent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop(OWN, None)
 
 
-def metadata(lengths: tuple[int, ...]) -> Any:
+def metadata(lengths: tuple[int, ...], queries: int = 1, causal: bool = True) -> Any:
     decode = SimpleNamespace(
         block_table=torch.zeros(len(lengths), 8).int(), seq_lens=torch.tensor(lengths).int()
     )
-    return SimpleNamespace(decode=decode)
+    tokens = queries * len(lengths)
+    return SimpleNamespace(decode=decode, num_decode_tokens=tokens, causal=causal)
 
 
-def tensors(sequences: int) -> tuple[Any, Any]:
-    parts = (torch.zeros(sequences, HEADS, width).bfloat16() for width in (512, 64))
+def tensors(tokens: int) -> tuple[Any, Any]:
+    parts = (torch.zeros(tokens, HEADS, width).bfloat16() for width in (512, 64))
     return tuple(parts), torch.zeros(9, SIZE, 576).bfloat16()
 
 
@@ -118,6 +119,24 @@ def test_a_layer_reads_rows_of_e4m3_with_its_factor(
     assert {problem.cache for _, problem in served.posed} == {"e4m3"}
     assert own.forward_mqa((nope.half(), rope.half()), cache, step, layer)[0] == "vLLM's own"
     assert sum(on_cpu.counters.stats().fallbacks.values()) == 1
+
+
+def test_drafts_are_queries_of_their_sequences(
+    latent: Any, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = find_kernels(on_cpu, monkeypatch, lambda problem: MlaDecode())
+    query, cache = tensors(6)
+    step, own = metadata((50, 9), queries=3), latent.TunerLatentImpl()
+    own.load(SimpleNamespace(kv_cache=cache), step)
+    out, lse = own.forward_mqa(query, cache, step, None)
+    assert (out.shape, lse.shape) == ((6, HEADS, 512), (6, HEADS))
+    [(_, integers, _)] = served.launched
+    n = dict(zip(ARGUMENTS.integers, integers, strict=True))
+    assert (n["batch"], n["queries"], n["query_row"]) == (2, 3, HEADS * 576)
+    assert {problem.is_causal for _, problem in served.posed} == {True}
+    for others in (metadata((50, 9), 3, causal=False), metadata((1, 2, 3, 4))):
+        assert own.forward_mqa(query, cache, others, None)[0] == "vLLM's own"
+    assert len(served.launched) == 1
 
 
 def test_a_step_without_a_kernel_is_vllm_s(

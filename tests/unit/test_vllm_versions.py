@@ -60,7 +60,9 @@ def test_its_plug_ins_load(folder: Path) -> None:
         path = "tuner.runtime.engines.vllm.backend.TunerBackend"
         refusals = ["needs a GPU of compute capability 9.0", "the tensors are not on a CUDA device"]
         linear = [*refusals, [True, ""], [[2, 5, 256, 384, 256, 3, 2]]]
-        wanted = {"lines": [], "registered": [path, "tuner", [128, 128], *linear]}
+        latent = ["tuner.runtime.engines.vllm.latent.TunerLatentBackend", [3, 2, 16, 576]]
+        latent += [[6, 16, 512], [6, 16]]
+        wanted = {"lines": [], "registered": [path, "tuner", [128, 128], *linear, latent]}
     assert found == wanted
 
 

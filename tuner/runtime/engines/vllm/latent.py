@@ -43,10 +43,11 @@ class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
         """Load the kernel of a batch before its calls are captured."""
         cache = layer.kv_cache
         if self._refusal is None and metadata.decode is not None and cache.numel():
-            sequences = metadata.decode.seq_lens.shape[0]
             kind = torch.bfloat16 if self._is_e4m3 else cache.dtype
-            query = cache.new_empty((sequences, self.num_heads, LATENT_DIM), dtype=kind)
-            find(self._call(query, cache, metadata, layer))
+            tokens = metadata.num_decode_tokens
+            query = cache.new_empty((tokens, self.num_heads, LATENT_DIM), dtype=kind)
+            if not self._refused(query, metadata):
+                find(self._call(query, cache, metadata, layer))
 
     def forward_mqa(
         self,
@@ -55,29 +56,42 @@ class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
         attn_metadata: Any,
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output (tokens, H, 512) and log-sum-exp (tokens, H) of one query of each sequence."""
+        """Output (tokens, H, 512) and log-sum-exp (tokens, H) of as many queries of each
+        sequence.
+        """
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        if self._refusal is not None or (self._is_e4m3 and query.dtype != torch.bfloat16):
-            refusal = self._refusal or Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
+        if refusal := self._refused(query, attn_metadata):
             counters.count_fallback(refusal.reason)
         else:
             call = self._call(query, kv_c_and_k_pe_cache, attn_metadata, layer)
             if answer(call) is not None:
                 assert call.lse is not None
-                return call.out[:, 0], call.lse[..., 0]
+                return call.out.flatten(0, 1), call.lse.transpose(1, 2).flatten(0, 1)
         output: tuple[torch.Tensor, torch.Tensor | None] = super().forward_mqa(
             query, kv_c_and_k_pe_cache, attn_metadata, layer
         )
         return output
 
+    def _refused(self, query: torch.Tensor, metadata: Any) -> Refusal | None:
+        """Why these tokens are vLLM's own; drafts without a causal mask see all of each other."""
+        sequences, tokens = len(metadata.decode.seq_lens), len(query)
+        if self._is_e4m3 and query.dtype != torch.bfloat16:
+            return Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
+        if not tokens:
+            return Refusal(Kind.EMPTY)
+        if tokens != sequences and (tokens % sequences or not getattr(metadata, "causal", True)):
+            return Refusal(Kind.TENSORS, f"{tokens} queries of {sequences} sequences")
+        return self._refusal
+
     def _call(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, layer: Any) -> Decode:
-        sequences, heads, _ = query.shape
         tables = metadata.decode.block_table, metadata.decode.seq_lens
-        out = query.new_empty((sequences, 1, heads, LATENT_VALUE_DIM))
-        lse = query.new_empty((sequences, heads, 1), dtype=torch.float32)
+        rows = query.unflatten(0, (len(metadata.decode.seq_lens), -1))
+        sequences, queries, heads, _ = rows.shape
+        out = query.new_empty((sequences, queries, heads, LATENT_VALUE_DIM))
+        lse = query.new_empty((sequences, heads, queries), dtype=torch.float32)
         descale = layer._k_scale.view(1) if self._is_e4m3 else None
         cache = cache.view(torch.float8_e4m3fn) if self._is_e4m3 else cache
-        return Decode(query[:, None], cache, *tables, self.scale, out, lse, descale)
+        return Decode(rows, cache, *tables, self.scale, out, lse, descale)
 
 
 class TunerLatentMetadataBuilder(TritonMLAMetadataBuilder):  # type: ignore[misc]
