@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,15 @@ _COMPILER = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]=="
 _ENGINE = ("architecture", "continuous_batching", "runtime_transformers", "runtime_versions")
 _STORE = ("store", "jobs", "migrate", "backup", "exchange", "optuna_storage", "optuna_journals")
 _PLAIN = ("cli", "cli_ends", "document", "fused_attention", "gemm", "kernel_list", "packaging")
+_TORCH = (
+    *("dispatcher", "", "autograd", "enable", "entries", "layers", "moe", "operators", "paged"),
+    *("products", "scaled", "strides", "traced_masks", "varlen"),
+)
+_ENGINES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "vllm": (("0.26.0", "0.28.0", "0.31.0", "0.33.0"), ()),
+    "sglang": (("0.5.23",), ("dill", "msgspec", "orjson", "psutil", "pybase64", "pillow", "pyzmq")),
+}
+"""Versions of engines, whose Python is unpacked, and packages beside it."""
 _PYTHONS = (*_PLAIN, *_STORE, "forks", "sweep", "study", "toolchain", "wheel")
 
 
@@ -68,12 +78,18 @@ def rows() -> list[Row]:
         "sqlalchemy": (("2.0.58", "2.1.0", "2.1.9"), _STORE),
         "optuna": (("5.0.0",), ("study", "optuna_storage", "optuna_journals", "sweep")),
         "ray": (("2.60.0",), ("on_ray",)),
+        "torch": (
+            ("2.11.0", "2.12.1", "2.14.1", "2.15.0"),
+            tuple(f"runtime_{name}".rstrip("_") for name in _TORCH),
+        ),
         "cuda-bindings": (("13.2.0", "13.4.4", "13.5.0"), ("device", "gpus", "stopwatch")),
     }
     for name, (versions, tests) in packages.items():
         more = ("psutil",) if name == "transformers" else ()  # its batches ask for free memory
         for version in versions:
             found.append(Row(name, version, tests, requirements=(f"{name}=={version}", *more)))
+    for name, (versions, _) in _ENGINES.items():
+        found += [Row(name, version, (f"{name}_versions",)) for version in versions]
     for version in ("13.0.2", "13.1.2.0", "13.2.2", "13.3.1", "13.4.3", "13.5.0"):
         tests = ("compiler", "gemv_compile", "softmax_compile")
         found.append(Row("nvcc of CUDA", version, tests, "compile", (f"{_COMPILER}{version}",)))
@@ -97,6 +113,8 @@ def run(row: Row, folder: Path) -> str:
     if row.thing == "Python":
         python = _environment(row.version, folder)
         variables["TUNER_TEST_TORCH"] = "0"
+    elif row.thing in _ENGINES:
+        variables[f"TUNER_TEST_{row.thing.upper()}"] = str(_unpacked(row, python, folder))
     elif row.requirements:
         _install(python, "--target", str(folder), *row.requirements)
         if row.folder == "compile":
@@ -131,6 +149,22 @@ def _environment(version: str, folder: Path) -> str:
     needed = ("pytest", "pytest-timeout", "hypothesis", "scipy", "scikit-learn", "setuptools>=77")
     _install(python, "--editable", f"{TOP}[postgres,service]", *needed)
     return python
+
+
+def _unpacked(row: Row, python: str, folder: Path) -> Path:
+    """A folder with an engine, without its libraries, in a sub-folder named after its version."""
+    place, wheels = folder / "unpacked" / row.version, folder / "wheels"
+    _output(
+        *(python, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"),
+        *("--dest", str(wheels), f"{row.thing}=={row.version}"),
+    )
+    for path in wheels.iterdir():
+        with zipfile.ZipFile(path) as wheel:
+            texts = [name for name in wheel.namelist() if not name.endswith(".so")]
+            wheel.extractall(place, texts)
+    if beside := _ENGINES[row.thing][1]:
+        _install(python, "--no-deps", "--target", str(place), *beside)
+    return place.parent
 
 
 def _cutlass(version: str, folder: Path) -> Path:

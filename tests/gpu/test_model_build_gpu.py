@@ -34,7 +34,7 @@ import tuner
 from tuner.problem import AttentionProblem
 from tuner.runtime.parallel.distributed import agree
 
-torch.cuda.set_device(0)
+torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
 dist.init_process_group("gloo")
 agreement = agree()
 generator = torch.Generator().manual_seed(3)
@@ -88,7 +88,7 @@ def test_a_model_is_prepared_and_served() -> None:
 
 
 def test_two_ranks_answer_alike_by_the_portfolio(tmp_path: Path) -> None:
-    """On one GPU, over gloo. The kernels are those of the test above."""
+    """On two GPUs, or both ranks on one; over gloo. The kernels are those of the test above."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     with socket.socket() as free:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import random
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tuner
 from tuner.base import resources
-from tuner.bundle.wheel import PACKAGE, main, newest_glibc, write_package, write_wheel
+from tuner.bundle.wheel import PACKAGE, Wheel, main, newest_glibc, write_package, write_wheels
 from tuner.cli.doctor import _prebuilt
 from tuner.compile import dispatcher, prebuilt
 from tuner.compile.artifacts import ArtifactCache
@@ -75,6 +77,11 @@ def filled(cache: ArtifactCache, library: Path) -> KernelList:
 @pytest.fixture
 def known(cache: ArtifactCache, library: Path) -> KernelList:
     return filled(cache, library)
+
+
+def write_wheel(*given: Any, **options: Any) -> Wheel:
+    [wheel] = write_wheels(*given, **options)
+    return wheel
 
 
 def members(wheel: Path) -> dict[str, bytes]:
@@ -186,6 +193,49 @@ class TestWriting:
             write_wheel(known, cache, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
+    def test_what_does_not_fit_is_in_a_second_wheel(
+        self,
+        cache: ArtifactCache,
+        library: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("tuner.bundle.wheel._SPARE_BYTES", 0)
+        kernels = KernelList("13.0.88", "4.2.0", "9.0")
+        for tile in (32, 64, 128):
+            other = tmp_path / f"{tile}.so"
+            other.write_bytes(library.read_bytes() + random.Random(tile).randbytes(30_000))
+            digest = put(cache, other, f"prebuilt{tile}")
+            kernels = kernels.with_kernels(
+                [Kernel(spec(tile).key, f"prebuilt{tile}", digest, PROOF)]
+            )
+        monkeypatch.setattr("tuner.bundle.wheel.MAX_BYTES", 80_000)
+        wheels = write_wheels(kernels, cache, tmp_path / "out")
+        assert [wheel.kernels for wheel in wheels] == [2, 1]
+        assert all(wheel.bytes <= 80_000 for wheel in wheels)
+        names = [wheel.path.name.partition("-")[0] for wheel in wheels]
+        assert names == [PACKAGE, f"{PACKAGE}_2"]
+        first, second = (members(wheel.path) for wheel in wheels)
+        assert not (first.keys() & second.keys())
+        for name, data in (first | second).items():
+            path = tmp_path / "site" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        importlib.invalidate_caches()
+        prebuilt.folder.cache_clear()
+        monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "fresh"))
+        lists = prebuilt.kernel_lists()
+        assert [path.name for path in lists] == ["kernels.json", "kernels_2.json"]
+        assert [finding.found.split()[0] for finding in _prebuilt()] == [
+            prebuilt.DISTRIBUTION,
+            f"{prebuilt.DISTRIBUTION}-2",
+        ]
+        specs = {one for path in lists for one in KernelList.read(path).kernels}
+        assert specs == kernels.kernels.keys()
+        assert all(ArtifactCache().find(f"prebuilt{tile}") for tile in (32, 64, 128))
+        prebuilt.folder.cache_clear()
+
     def test_the_command_says_it(
         self,
         known: KernelList,
@@ -244,8 +294,7 @@ class TestInstalled:
         assert load(artifact).workspace_bytes([7]) == 7
 
     def test_proofs_come_along(self, installed: Path) -> None:
-        path = prebuilt.kernel_list()
-        assert path is not None
+        [path] = prebuilt.kernel_lists()
         found = KernelList.read(path).find(spec(64))
         assert found is not None and found.proof == PROOF
 
@@ -298,14 +347,14 @@ class TestDoctor:
         assert "1 proven" in found.found and "1 are of other templates" in found.found
 
     def test_a_list_that_others_can_write_is_a_note(self, installed: Path) -> None:
-        (installed / prebuilt.KERNELS).chmod(0o666)
+        (installed / "kernels.json").chmod(0o666)
         (found,) = _prebuilt()
         assert found.state == "note" and "can be written by others" in found.found
         assert f"install {prebuilt.DISTRIBUTION} again as this user or as root" in found.found
         assert "TUNER_CACHE_DIR" not in found.found, "it does not lie there"
 
     def test_a_damaged_list_is_a_note(self, installed: Path) -> None:
-        (installed / prebuilt.KERNELS).write_text("{")
+        (installed / "kernels.json").write_text("{")
         (found,) = _prebuilt()
         assert found.state == "note" and "kernel list" in found.found
 

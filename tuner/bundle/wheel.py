@@ -1,19 +1,21 @@
-"""Wheel of prebuilt kernels, written by `scripts/build-kernels`.
+"""Wheels of prebuilt kernels, written by `scripts/build-kernels`.
 
-A bundle packs decisions with their kernels for one store. The wheel packs the proven kernels of a
-kernel list, for every machine of the GPU's kind, and pip installs it beside the tuner::
+A bundle packs decisions with their kernels for one store. The wheels pack the proven kernels of a
+kernel list, for every machine of the GPU's kind, and pip installs them beside the tuner. What does
+not fit into the first is in others, ``cutlass_tuner_kernels_2`` and so on, which put their files
+beside the first one's::
 
-    cutlass_tuner_kernels/__init__.py
+    cutlass_tuner_kernels/__init__.py                 of the first wheel
                           kernels.json                artifacts by spec, with proofs
                           artifacts/<key>/meta.json   facts, and the library's SHA-256
                           libraries/<SHA-256>.so      once for all the kernels in it
     cutlass_tuner_kernels-<version>.dist-info/
 
-Beside these kernels it has those of experts' rows and of quantisation. It also has the C++
+Beside these kernels the first has those of experts' rows and of quantisation. It also has the C++
 dispatchers of the artifact cache, one for each version of torch and Python. Other versions are
 served through Python.
 
-Equal kernels make an equal wheel, byte by byte. Members are sorted and dated 1980. Facts that
+Equal kernels make equal wheels, byte by byte. Members are sorted and dated 1980. Facts that
 differ from build to build (CPU-seconds, the rendered source) are left out.
 """
 
@@ -28,6 +30,7 @@ import json
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,10 +39,10 @@ import tuner
 from tuner.base import output
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.compile.prebuilt import ARTIFACTS, DISTRIBUTION, KERNELS, LIBRARIES, PACKAGE
+from tuner.compile.prebuilt import ARTIFACTS, KERNELS, LIBRARIES, PACKAGE
 from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
 from tuner.errors import ConfigError, TunerError
-from tuner.selection.kernel_list import KernelList
+from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.kernels import read, users
 
 MAX_BYTES = 60_000_000
@@ -47,6 +50,8 @@ MAX_BYTES = 60_000_000
 PLATFORM = "manylinux_2_34_x86_64"
 """The libraries need glibc 2.34, which nvcc's static runtime is linked to on Debian 12."""
 MAX_GLIBC = (2, 34)
+_SPARE_BYTES, _KERNEL_BYTES = 2_000_000, 2_000
+"""Bytes of a wheel beside its kernels, and of a kernel beside its library."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 _MODE, _UNIX = 0o644, 3
 _GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)\0")
@@ -68,50 +73,72 @@ class Wheel:
     """Versions of torch and Python whose C++ dispatcher is in it."""
 
 
-def write_wheel(
+def write_wheels(
     kernels: KernelList, artifacts: ArtifactCache, folder: Path, *, with_unproven: bool = False
-) -> Wheel:
-    """Write the wheel of a kernel list.
+) -> list[Wheel]:
+    """Write the wheels of a kernel list.
 
     Args:
         kernels: kernels to pack. Those without a proof are left out.
         artifacts: cache with the kernels.
-        folder: folder for the wheel.
+        folder: folder for the wheels.
         with_unproven: True to also pack kernels without a proof, which are not served.
 
     Raises:
         ConfigError: when no kernel is left to pack, an artifact is missing or was rebuilt, a
-            library needs a newer glibc, or the wheel exceeds `MAX_BYTES`.
-        StoreError: when it cannot be written.
+            library needs a newer glibc, or a library exceeds `MAX_BYTES`.
+        StoreError: when one cannot be written.
     """
-    packed = _packed(kernels, with_unproven)
-    name = f"{PACKAGE}-{tuner.__version__}"
-    path = folder / f"{name}-py3-none-{PLATFORM}.whl"
-    beside = beside_kernels(artifacts)
-    units = [one.facts for one in beside if one.facts.get("template") == dispatcher.SOURCE]
-    versions = tuple(sorted(f"torch {facts['torch']}, {facts['python']}" for facts in units))
-    members = dict(_package(packed, artifacts, beside))
-    members |= dict(_info(packed, versions, name))
-    members[f"{name}.dist-info/RECORD"] = _record(members, f"{name}.dist-info/RECORD")
-    data = _zipped(members)
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"the wheel has {len(data):,} bytes (allowed: {MAX_BYTES:,})")
-    output.write(path, data, make_folder=True)
-    count = len(packed.kernels)
-    left_out = len(kernels.kernels) - count
-    return Wheel(path, count, len(data), hashlib.sha256(data).hexdigest(), left_out, versions)
+    packed, wheels = _packed(kernels, with_unproven), dict[Wheel, bytes]()
+    left_out = len(kernels.kernels) - len(packed.kernels)
+    for number, part in enumerate(_parts(packed, artifacts), 1):
+        end = "" if number == 1 else f"_{number}"
+        name = f"{PACKAGE}{end}-{tuner.__version__}"
+        beside = beside_kernels(artifacts) if number == 1 else []
+        units = [one.facts for one in beside if one.facts.get("template") == dispatcher.SOURCE]
+        versions = tuple(sorted(f"torch {facts['torch']}, {facts['python']}" for facts in units))
+        members = dict(_package(part, artifacts, beside, end))
+        members |= dict(_info(part, versions, name))
+        members[f"{name}.dist-info/RECORD"] = _record(members, f"{name}.dist-info/RECORD")
+        data = _zipped(members)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"a wheel has {len(data):,} bytes (allowed: {MAX_BYTES:,})")
+        path, digest = folder / f"{name}-py3-none-{PLATFORM}.whl", hashlib.sha256(data).hexdigest()
+        wheel = Wheel(path, len(part.kernels), len(data), digest, left_out, versions)
+        wheels[wheel] = data
+    for wheel, data in wheels.items():
+        output.write(wheel.path, data, make_folder=True)
+    return list(wheels)
+
+
+def _parts(kernels: KernelList, artifacts: ArtifactCache) -> list[KernelList]:
+    """Kernels of each wheel, in the list's order; those of one library stay together."""
+    by_library: dict[str, dict[str, Kernel]] = {}
+    for spec, kernel in kernels.kernels.items():
+        by_library.setdefault(kernel.sha256, {})[spec] = kernel
+    parts, left = list[dict[str, Kernel]](), 0
+    for together in by_library.values():
+        artifact = artifacts.find(next(iter(together.values())).artifact)
+        library = b"" if artifact is None else artifact.library.read_bytes()
+        size = len(zlib.compress(library, 9)) + _KERNEL_BYTES * len(together)
+        if not parts or size > left:
+            parts.append({})
+            left = MAX_BYTES - _SPARE_BYTES
+        parts[-1] |= together
+        left -= size
+    return [replace(kernels, kernels=part) for part in parts]
 
 
 def write_package(kernels: KernelList, artifacts: ArtifactCache, folder: Path) -> int:
     """Write the wheel's package into a folder, as pip installs it. Returns the number of kernels.
 
     Args:
-        kernels: as in `write_wheel`.
-        artifacts: as in `write_wheel`.
+        kernels: as in `write_wheels`.
+        artifacts: as in `write_wheels`.
         folder: folder on Python's path.
 
     Raises:
-        ConfigError: as in `write_wheel`, except for the size.
+        ConfigError: as in `write_wheels`, except for the size.
         StoreError: when it cannot be written.
     """
     packed = _packed(kernels, with_unproven=False)
@@ -150,7 +177,7 @@ def newest_glibc(library: bytes) -> tuple[int, int]:
 
 
 def without_newer_glibc(kernels: KernelList, artifacts: ArtifactCache) -> KernelList:
-    """A list without the kernels that `write_wheel` refuses for their glibc."""
+    """A list without the kernels that `write_wheels` refuses for their glibc."""
 
     def is_newer(key: str) -> bool:
         artifact = artifacts.find(key)
@@ -173,13 +200,20 @@ def _zipped(members: Mapping[str, bytes]) -> bytes:
 
 
 def _package(
-    kernels: KernelList, artifacts: ArtifactCache, beside: Iterable[Artifact]
+    kernels: KernelList, artifacts: ArtifactCache, beside: Iterable[Artifact], end: str = ""
 ) -> Iterator[tuple[str, bytes]]:
     """Path and content of each file of the package. A library of several kernels comes with each of
     them, under one path.
+
+    Args:
+        kernels: kernels to pack.
+        artifacts: cache with them.
+        beside: libraries that are no kernel's.
+        end: end of the name of a wheel that is not the first.
     """
-    yield f"{PACKAGE}/__init__.py", b'"""Prebuilt kernels of cutlass-tuner: data only."""\n'
-    yield f"{PACKAGE}/{KERNELS}", kernels.text().encode()
+    if not end:
+        yield f"{PACKAGE}/__init__.py", b'"""Prebuilt kernels of cutlass-tuner: data only."""\n'
+    yield f"{PACKAGE}/{KERNELS.replace('*', end)}", kernels.text().encode()
     for kernel in kernels.kernels.values():
         artifact = artifacts.find(kernel.artifact)
         if artifact is None:
@@ -210,7 +244,7 @@ def _info(
         summary += f", dispatchers for {'; '.join(dispatchers)}"
     metadata = {
         "Metadata-Version": "2.1",
-        "Name": DISTRIBUTION,
+        "Name": name.partition("-")[0].replace("_", "-"),
         "Version": tuner.__version__,
         "Summary": summary,
         "License-Expression": "BSD-3-Clause",
@@ -249,10 +283,10 @@ def _record(members: Mapping[str, bytes], own: str) -> bytes:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the wheel that the arguments name, and print its size and hash."""
+    """Write the wheels that the arguments name, and print their sizes and hashes."""
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
-        description="Compiles the shipped portfolios' kernels, and writes them as a wheel for "
+        description="Compiles the shipped portfolios' kernels, and writes them as wheels for "
         "machines without a compiler. `tuner prove` on a GPU comes before, but for --unproven.",
     )
     text = "kernel list (default: the one of `tuner build --portfolio`)"
@@ -265,14 +299,16 @@ def main(arguments: list[str] | None = None) -> int:
         if not lists:
             raise ConfigError("there is no kernel list: tuner build --portfolio")
         kernels = KernelList.read(args.kernels) if args.kernels else read(lists[0])
-        wheel = write_wheel(kernels, ArtifactCache(), args.out, with_unproven=args.unproven)
+        wheels = write_wheels(kernels, ArtifactCache(), args.out, with_unproven=args.unproven)
     except TunerError as exc:
         print(f"build-kernels: {exc}", file=sys.stderr)
         return 1
-    print(f"{wheel.path}: {wheel.kernels} kernels, {wheel.bytes:,} bytes, SHA-256 {wheel.sha256}")
-    if wheel.left_out:
-        print(f"left out, for they are not proven: {wheel.left_out}")
-    dispatchers = "; ".join(wheel.dispatchers) or "none, calls go through Python"
+    for wheel in wheels:
+        text = f"{wheel.kernels} kernels, {wheel.bytes:,} bytes, SHA-256 {wheel.sha256}"
+        print(f"{wheel.path}: {text}")
+    if wheels[0].left_out:
+        print(f"left out, for they are not proven: {wheels[0].left_out}")
+    dispatchers = "; ".join(wheels[0].dispatchers) or "none, calls go through Python"
     print(f"dispatchers: {dispatchers}")
     return 0
 

@@ -396,35 +396,39 @@ def _temporary() -> Finding:
 
 
 def _prebuilt() -> Iterator[Finding]:
-    """Finding about the wheel of prebuilt kernels, if it is installed."""
+    """Findings about the wheels of prebuilt kernels that are installed."""
+    from tuner.compile import prebuilt
+
+    for path in prebuilt.kernel_lists():
+        yield _wheel(path)
+
+
+def _wheel(path: Path) -> Finding:
+    """Finding about the wheel that a kernel list is of."""
     import tuner
     from tuner.compile import prebuilt
     from tuner.errors import ConfigError, StoreError
     from tuner.selection.kernels import read
 
-    path = prebuilt.kernel_list()
-    if path is None:
-        return
-    name, advice = "prebuilt kernels", install_command(prebuilt.DISTRIBUTION)
-    version = _version(prebuilt.DISTRIBUTION)
+    distribution = prebuilt.DISTRIBUTION + path.stem.removeprefix("kernels").replace("_", "-")
+    name, advice = "prebuilt kernels", install_command(distribution)
+    version = _version(distribution)
     try:
         kernels = read(path)
     except (ConfigError, StoreError) as exc:
-        yield Finding(name, NOTE, str(exc), advice)
-        return
+        return Finding(name, NOTE, str(exc), advice)
     every = kernels.kernels.values()
     proven = sum(kernel.proof is not None for kernel in every)
     served = sum(kernel.proof is not None and kernel.is_current for kernel in every)
-    text = f"{prebuilt.DISTRIBUTION} {version}: {len(every)} kernels, {proven} proven"
+    text = f"{distribution} {version}: {len(every)} kernels, {proven} proven"
     text += f", of nvcc {kernels.nvcc}, for compute capability {kernels.capability}"
     if served < proven:
         text += f"; {proven - served} are of other templates than this version's, not served"
     if version != tuner.__version__:
         text += f"; this is cutlass-tuner {tuner.__version__}"
     if served < proven or version != tuner.__version__:
-        yield Finding(name, NOTE, text, advice)
-        return
-    yield Finding(name, OK, f"{text}; they serve where the artifact cache has none")
+        return Finding(name, NOTE, text, advice)
+    return Finding(name, OK, f"{text}; they serve where the artifact cache has none")
 
 
 def _dispatcher() -> Iterator[Finding]:

@@ -1,7 +1,7 @@
-"""The optional wheel of prebuilt kernels (`scripts/build-kernels`).
+"""The optional wheels of prebuilt kernels (`scripts/build-kernels`).
 
-The wheel's package is data and is never imported. It holds the facts of artifacts as the cache
-does, their libraries, each once by its SHA-256, and a kernel list with proofs
+Their package is data and is never imported. It holds the facts of artifacts as the cache
+does, their libraries, each once by its SHA-256, and of each wheel a kernel list with proofs
 (`tuner.selection.kernels`).
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 PACKAGE = "cutlass_tuner_kernels"
 DISTRIBUTION = "cutlass-tuner-kernels"
-ARTIFACTS, LIBRARIES, KERNELS = "artifacts", "libraries", "kernels.json"
-"""Names in the package's folder."""
+ARTIFACTS, LIBRARIES, KERNELS = "artifacts", "libraries", "kernels*.json"
+"""Names in the package's folder; of the first wheel's list the asterisk is nothing."""
 
 
 @cache
@@ -38,7 +38,7 @@ def libraries() -> Path | None:
     return None if package is None else package / LIBRARIES
 
 
-def kernel_list() -> Path | None:
-    """File of the wheel's kernel list; None if it is not installed."""
+def kernel_lists() -> list[Path]:
+    """Files of the wheels' kernel lists, the first wheel's first."""
     package = folder()
-    return None if package is None else package / KERNELS
+    return [] if package is None else sorted(package.glob(KERNELS))

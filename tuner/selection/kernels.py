@@ -94,9 +94,8 @@ def users() -> list[Path]:
 
 
 def places() -> list[Path]:
-    """Paths of all kernel lists of this machine: the installed wheel's, then the user's."""
-    installed = prebuilt.kernel_list()
-    return [*([] if installed is None else [installed]), *users()]
+    """Paths of all kernel lists of this machine: the installed wheels', then the user's."""
+    return [*prebuilt.kernel_lists(), *users()]
 
 
 @cache
