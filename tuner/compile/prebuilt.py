@@ -1,7 +1,7 @@
 """The optional wheels of prebuilt kernels (`scripts/build-kernels`).
 
 Their package is data and is never imported. It holds the facts of artifacts as the cache
-does, their libraries, each once by its SHA-256, and of each wheel a kernel list with proofs
+does, and their libraries, each once by its SHA-256. Each wheel has a kernel list with proofs
 (`tuner.selection.kernels`).
 """
 
