@@ -148,7 +148,7 @@ def in_turns(servers: Mapping[str, Server], args: Namespace) -> Row:
 
     Args:
         servers: engines by the name of their way.
-        args: number of runs, and the seconds after which no further engine is asked.
+        args: number of runs, and the seconds after which no engine is asked or waited for.
     """
     end = time.monotonic() + args.seconds
     with ExitStack() as stack:
@@ -157,7 +157,11 @@ def in_turns(servers: Mapping[str, Server], args: Namespace) -> Row:
             for way, server in servers.items()
         }
         pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
-        asked = pool.map(lambda of: of.ask(START), workers.values())
+
+        def ask(way: str, question: int) -> Row:
+            return workers[way].ask(question, min(LIMIT_S, max(1.0, end - time.monotonic())))
+
+        asked = pool.map(lambda way: ask(way, START), workers)
         started = dict(zip(workers, asked, strict=True))
         failed = {way: facts["lost"] for way, facts in started.items() if "lost" in facts}
         runs: dict[str, list[Row]] = {way: [] for way in workers if way not in failed}
@@ -168,7 +172,7 @@ def in_turns(servers: Mapping[str, Server], args: Namespace) -> Row:
             for way in order:
                 if time.monotonic() > end:
                     break
-                answer = workers[way].ask(RUN if run else ANSWERS)
+                answer = ask(way, RUN if run else ANSWERS)
                 if "lost" in answer:
                     failed[way] = answer["lost"]
                 elif run:
@@ -246,7 +250,8 @@ def _said(row: Row) -> Iterator[str]:
     runs, answers = row.get("runs", {}), row.get("answers", {})
     for way, facts in row.get("engines", {}).items():
         last = runs[way][-1] if way in runs else {}
-        parts = [f"{facts['attention']}, ready in {facts['ready_s']:.0f} s"]
+        seconds = f"{facts.get('import_s', 0):.0f} + {facts['ready_s']:.0f} s"
+        parts = [f"{facts['attention']}, imported and ready in {seconds}"]
         if "memory_bytes" in last:
             parts.append(f"{last['memory_bytes'] / 2**30:.1f} GiB")
         for name, stats in (("start", facts), ("answers", answers.get(way, {})), ("run", last)):
@@ -296,7 +301,7 @@ def _options(parser: Parser) -> None:
     add("--prompt", type=int, default=1024, help="tokens of a prompt, of batching's longest")
     add("--new", type=int, default=128, help="tokens that each request generates")
     add("--runs", type=int, default=5, help="runs of each engine")
-    add("--seconds", type=float, default=WHOLE_S, help="no engine of a model is asked after these")
+    add("--seconds", type=float, default=WHOLE_S, help="of a model; answers so far count")
     add("--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs")
     add("--cache", choices=("auto", "fp8"), default="auto", help="elements of vLLM's cache")
 

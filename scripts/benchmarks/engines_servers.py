@@ -182,6 +182,7 @@ class Vllm:
         environment()
         if self.way in (VLLM_MODE, TUNER_MODE):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        begun = time.perf_counter()
         import vllm
 
         from tuner.runtime.engines.vllm import register
@@ -200,6 +201,7 @@ class Vllm:
         layers = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
         kinds = {type(one.impl).__qualname__ for one in layers.values() if hasattr(one, "impl")}
         facts = {"version": str(vllm.__version__), "attention": ", ".join(sorted(kinds))}
+        facts["import_s"] = round(start - begun, 1)
         return {**facts, "ready_s": ready_s, **stats_of()}
 
     def options(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class InProcess:
 
         self._answer = asked(command[-1])
 
-    def ask(self, index: int) -> dict[str, Any]:
+    def ask(self, index: int, limit_s: float) -> dict[str, Any]:
         with self.turn:
             return self._answer(index)
 
