@@ -301,7 +301,12 @@ def _options(parser: Parser) -> None:
     add("--prompt", type=int, default=1024, help="tokens of a prompt, of batching's longest")
     add("--new", type=int, default=128, help="tokens that each request generates")
     add("--runs", type=int, default=5, help="runs of each engine")
-    add("--seconds", type=float, default=WHOLE_S, help="of a model; answers so far count")
+    add(
+        "--seconds",
+        type=float,
+        default=WHOLE_S,
+        help="limit of a model's runs; their answers so far count",
+    )
     add("--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs")
     add("--cache", choices=("auto", "fp8"), default="auto", help="elements of vLLM's cache")
 
