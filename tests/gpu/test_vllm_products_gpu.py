@@ -26,6 +26,11 @@ CONFIG = {
     **{"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     **{"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1},
 }
+LIMITS = {"bf16": 0.05, "fp8": 0.12}
+"""Mean difference of log-probabilities over their deviation. In e4m3 a value that is rounded the
+other way is 6 to 12 % off, and the router may choose otherwise. Emulated in fp32, sums that are
+1e-6 and 1e-5 apart give 0.03 and 0.05; e4m3's tensor cores are 1e-4 apart.
+"""
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -110,7 +115,9 @@ def log_probabilities(llm: Any) -> Any:
     )
 
 
-def test_an_engine_agrees_with_itself(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_agrees_with_itself(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     import tuner
 
     table = importlib.import_module("tuner.runtime.call.table").table
@@ -125,5 +132,6 @@ def test_an_engine_agrees_with_itself(engine: Any, monkeypatch: pytest.MonkeyPat
     assert not tuner.stats().hits
     assert served.hits > 0, served.fallbacks
     assert not any("plain tensor" in reason for reason in served.fallbacks), served.fallbacks
-    assert (found - wanted).abs().mean() < 0.05 * wanted.std()
+    limit = LIMITS[request.node.callspec.params["engine"]]
+    assert (found - wanted).abs().mean() < limit * wanted.std()
     assert wanted.std() > 0.1  # the weights do something
