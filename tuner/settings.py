@@ -161,8 +161,8 @@ def durable(url: str) -> str:
     Raises:
         ConfigError: when it names a database in memory.
     """
-    scheme, separator, rest = url.partition("://")
-    place = rest.partition("?")[0]
+    scheme, separator, address = url.partition("://")
+    place = address.partition("?")[0]
     if separator and scheme.partition("+")[0] == "sqlite" and place in _IN_MEMORY:
         raise ConfigError(
             f"store '{url}' is a database in memory, which ends with the command "

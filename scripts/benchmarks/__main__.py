@@ -15,7 +15,6 @@ NAMES = (
     "backward",
     "block",
     "cliffs",
-    "counters",
     "dispatch",
     "engines",
     "invariance",
@@ -37,6 +36,7 @@ MOVED = {
     **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
     **{name: "scripts/bench search --preset units" for name in ("compile_ways",)},
+    "counters": "tuner profile",
     "repeats": "scripts/bench search --preset repeats",
     **dict.fromkeys(("sweeps", "search --preset sweeps"), "scripts/bench tuner --preset quick"),
     **{

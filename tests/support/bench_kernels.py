@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from benchmarks import harness
 
 
 @pytest.fixture
@@ -32,34 +28,6 @@ def first_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(dispatch_first, "ENTRIES", 3)
     monkeypatch.setattr(dispatch_first, "_FIRST_CALL", "print('{\"returned, ms\": 42.0}')")
-
-
-@pytest.fixture
-def nsight(monkeypatch: pytest.MonkeyPatch, gradients: None) -> None:
-    """Nsight Compute counts in this process: a mark and a kernel for each call."""
-    from benchmarks import counters
-    from tuner.measure import nsight
-    from tuner.measure.profile import DURATION, KernelCounters, Value
-
-    launches: list[KernelCounters] = []
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    profiler = SimpleNamespace(start=launches.clear, stop=lambda: None)
-    monkeypatch.setattr(torch.cuda, "profiler", profiler)
-
-    def marked(_: Any) -> None:
-        launches.append(KernelCounters(counters.MARK, {}))
-        launches.append(KernelCounters("a kernel", {DURATION: Value(5e3, "ns")}))
-
-    def counted(_: Any, command: Sequence[str], l2: str) -> list[KernelCounters]:
-        case, names = json.loads(command[-1])
-        monkeypatch.setattr(harness, "time_calls", harness.time_calls)
-        counters.count(counters.Case(**case), names)
-        assert command[-2] == "benchmarks.counters" and l2 == "warm"
-        return launches
-
-    monkeypatch.setattr(torch, "triu", marked)
-    monkeypatch.setattr(nsight, "find_ncu", lambda _: Path("ncu"))
-    monkeypatch.setattr(nsight, "counted", counted)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from bench_kernels import (  # noqa: F401
     first_calls,
     gradients,
     latent_kernels,
-    nsight,
 )
 from bench_programs import (  # noqa: F401
     batching,
@@ -50,7 +49,6 @@ PRESETS = [(name, preset) for name, bench in BENCHES.items() for preset in bench
 PREPARED: dict[tuple[str, str], str] = {
     ("backward", "acceptance"): "gradients",
     ("block", "llama"): "profiler",
-    ("counters", "calls"): "nsight",
     ("dispatch", "first-call"): "first_calls",
     ("engines", "attention"): "attention",
     ("engines", "batching"): "batching",

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tuner.base import document
 from tuner.cli.aot import compile_aot, say
+from tuner.compile.artifacts import Artifact
 from tuner.errors import NoValidConfigError, TunerError
+from tuner.families.base import KernelSpec
+from tuner.hardware import Gpu
+from tuner.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tuner.compile.artifacts import Artifact
     from tuner.compile.compiler import Compiler
-    from tuner.families.base import KernelSpec
-    from tuner.hardware import Gpu
     from tuner.selection.answering import Answering, AnswerRow
-    from tuner.store import Store
     from tuner.tuning.built import BuiltKernels
 
 
@@ -117,7 +116,6 @@ class BuildResult(NamedTuple):
 
 def _is_legal(answer: Answering, gpu: Gpu) -> bool:
     """True when the config's family has kernels for the problem; else says why not."""
-    from tuner.base import document
     from tuner.families import family
 
     reasons = ["it has no kernels"]

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
+from tuner.cli import DONE, FAILED
+from tuner.compile.artifacts import Artifact
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.problem import Problem
+from tuner.selection.describe import counted, cut
+from tuner.store import open_store
+
 if TYPE_CHECKING:
-    from tuner.compile.artifacts import Artifact
     from tuner.compile.compiler import Compiler
-    from tuner.families.base import KernelSpec
-    from tuner.hardware import Gpu
-    from tuner.problem import Problem
     from tuner.tuning.aot import Wanted
     from tuner.tuning.job import JobOptions
 
@@ -41,10 +45,8 @@ def sweep_aot(
         CompileError: without a compiler.
         StoreError: when the store cannot be read.
     """
-    from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
     from tuner.search.study import effort
-    from tuner.store import open_store
     from tuner.tuning.aot import wanted
 
     started = time.monotonic()
@@ -78,8 +80,6 @@ def wanted_text(number: int, row: Wanted) -> str:
 
     The gain is in percent of a problem's time, summed over the problems.
     """
-    from tuner.selection.describe import counted, cut
-
     first = f"{counted(len(row.problems), 'problem')}, first {row.problems[0].label()}"
     config = f"{row.config.digest[:6]} {row.config}"
     text = f"{number}: gain {100 * row.worth:.1f} % over {first}: {config}"
@@ -107,7 +107,6 @@ def compile_aot(
         with_gate: False to leave the gate's kernels out.
         shares: parts of the calls' time that the kernels answer; None: not told.
     """
-    from tuner.cli import DONE, FAILED
     from tuner.measure.gate import REFERENCE
 
     started = time.monotonic() if started is None else started
@@ -164,8 +163,6 @@ class _Progress:
 
 def say_planning(problems: Sequence[Problem], gpu: Gpu) -> None:
     """Print the plan before any step that takes time."""
-    from tuner.selection.describe import counted
-
     say(f"planning {counted(len(problems), 'problem')} on {gpu.name}; nothing is measured")
 
 

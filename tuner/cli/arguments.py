@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuner import settings
 from tuner.errors import ConfigError
+from tuner.hardware import Gpu
 from tuner.measurement import LAUNCHES, Regime, launch_named
 from tuner.problem import PROBLEMS, Problem
-
-if TYPE_CHECKING:
-    from tuner.hardware import Gpu
-    from tuner.store import Store
+from tuner.selection.reader import find_gpu
+from tuner.store import Store
 
 OF_LIST = "operation of the shape (default attention); of a list only its problems"
 
@@ -121,8 +120,6 @@ def problem_of(args: argparse.Namespace) -> Problem:
 
 def gpu_of(args: argparse.Namespace, store: Store | None = None) -> Gpu | None:
     """The GPU of ``--gpu``, of a store's too; None without the option."""
-    from tuner.selection.reader import find_gpu
-
     if not args.gpu:
         return None
     return find_gpu(args.gpu, [entry.gpu for entry in store.entries()] if store else ())

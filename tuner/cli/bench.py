@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.base.output import check_place, write
+from tuner.base.processes import exit_code
 from tuner.cli.aot import say, say_failures
 from tuner.cli.arguments import add_store, within
 from tuner.errors import ConfigError
-from tuner.measurement import BEHIND, LAUNCHES, launch_named
+from tuner.measurement import BEHIND, LAUNCHES, Regime, launch_named
 from tuner.problem import PROBLEMS
+from tuner.selection.reader import with_shipped
+from tuner.store import open_store
 
 if TYPE_CHECKING:
     from tuner.bench.comparison import RowTask
     from tuner.bench.results import Results
     from tuner.bench.suites import Suite
-    from tuner.measurement import Regime
 
 BOTH = "both"
 SHAPES = "shapes"
@@ -139,13 +142,9 @@ def _output(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark. Returns 0 if every problem has a time of an own kernel, else 1."""
-    from tuner.base.output import check_place, write
-    from tuner.base.processes import exit_code
     from tuner.bench.comparison import ComparisonRun
     from tuner.cli import DONE, FAILED, bench_tables
     from tuner.runners.choose import Machine, Runners
-    from tuner.selection.reader import with_shipped
-    from tuner.store import open_store
 
     tasks = list(_tasks(args))
     if args.list_problems:
@@ -222,7 +221,6 @@ def _tasks(args: argparse.Namespace) -> Iterator[RowTask]:
 def _suites(args: argparse.Namespace) -> list[Suite]:
     from tuner.bench.presets import preset
     from tuner.bench.suites import Suite, suites_named
-    from tuner.measurement import Regime
 
     if args.shape:
         shapes = tuple(PROBLEMS[args.op].parse(text) for text in args.shape)
@@ -234,8 +232,6 @@ def _suites(args: argparse.Namespace) -> list[Suite]:
 
 def _regimes(args: argparse.Namespace, suite: Suite) -> list[Regime]:
     """The suite's regimes, changed by ``--regime``, ``--l2`` and ``--behind``."""
-    from tuner.measurement import Regime
-
     stream = next(launch for launch, kernel in BEHIND.items() if kernel == args.behind)
     launches = {None: (), BOTH: ("stream", "chained")}.get(args.regime, (args.regime,))
     states = {None: (), BOTH: ("warm", "cold")}.get(args.l2, (args.l2,))

@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Any
 from tuner import settings
 from tuner.cli.arguments import add_result, gpu_of, problem_of, within
 from tuner.cli.model import add_model, engine_of, refuse_options, steps_of
-from tuner.errors import ConfigError, NoValidConfigError, TunerError
-from tuner.problem import PROBLEMS, Problem
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.errors import ConfigError, NoValidConfigError, StoreError, TunerError
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Measurement, Provenance
+from tuner.problem import PROBLEMS, AttentionProblem, GroupedGemmProblem, Problem
 from tuner.selection import describe
+from tuner.selection.shipped import in_use, with_shipped
+from tuner.store import Entry, Store, open_store
+from tuner.store.entry import is_vendor
 
 if TYPE_CHECKING:
-    from tuner.compile.artifacts import Artifact, ArtifactCache
     from tuner.compile.compiler import Compiler
-    from tuner.families.base import KernelSpec
-    from tuner.measurement import Measurement
     from tuner.problem.steps import ModelStep
-    from tuner.store import Entry, Store
 
 
 _NOTICE_AFTER_S = 1.0
@@ -141,7 +144,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
-    from tuner.store import open_store
 
     refuse_options(args)
     of_problems = args.model is not None or args.problems is not None
@@ -203,10 +205,8 @@ def _answers(args: argparse.Namespace) -> int:
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
-    from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect
     from tuner.selection.answering import ModelAnswers
-    from tuner.store import open_store
     from tuner.store.reading import sqlite_file
 
     started = time.monotonic()
@@ -266,7 +266,6 @@ def _build_libraries(
         op: operation; None: all.
     """
     from tuner.compile import dispatcher, single
-    from tuner.problem import AttentionProblem, GroupedGemmProblem
 
     def build(text: str, library: Any) -> None:
         print(f"{text}: {_beside(library, artifacts)}", file=sys.stderr)
@@ -342,9 +341,6 @@ def _beside(library: Any, artifacts: ArtifactCache) -> str:
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     """Measured decisions of the store, and shipped ones that it lacks unless --stored is given."""
-    from tuner.measurement import Provenance
-    from tuner.selection.shipped import in_use, with_shipped
-
     problem = problem_of(args) if args.shape else None
     gpu, measured = gpu_of(args, store), Provenance.MEASURED
     stored = store.entries()
@@ -364,8 +360,6 @@ def _own(entry: Entry) -> Iterator[Measurement]:
     """Configs of an entry that the runtime may launch: a pinned or winning own config, and the best
     own one.
     """
-    from tuner.store.entry import is_vendor
-
     if not is_vendor(entry.winner.config):
         yield entry.winner
     if entry.best_own is not None and entry.best_own.config != entry.winner.config:
@@ -414,8 +408,6 @@ def _submit(targets: list[BuildTarget], compiler: Compiler) -> None:
 
 def _finish(target: BuildTarget, store: Store) -> None:
     """Wait for a target's kernels, and record their artifacts in the store."""
-    from tuner.errors import StoreError
-
     if target.reason:
         return
     artifacts: dict[str, str] = {}

@@ -7,14 +7,18 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tuner import settings
 from tuner.cli.arguments import add_result, problem_of
+from tuner.cli.entries import known_entries
 from tuner.errors import ConfigError, NoValidConfigError
+from tuner.measurement import Provenance
 from tuner.problem import PROBLEMS
-
-if TYPE_CHECKING:
-    from tuner.store import Entry
+from tuner.selection.describe import counted, list_text
+from tuner.selection.reader import find_gpu
+from tuner.selection.shipped import in_use
+from tuner.store import Entry, open_store
 
 INSTALL = "install"
 MAX_REASONS = 3
@@ -75,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
 def _pack(args: argparse.Namespace) -> int:
     from tuner.bundle import pack
     from tuner.compile.artifacts import ArtifactCache
-    from tuner.selection.describe import counted, list_text
 
     out, chosen = Path(args.words[0]), _chosen(args)
     packed = pack(chosen, ArtifactCache(), out, leave_out=args.all)
@@ -96,10 +99,6 @@ def _pack(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> list[Entry]:
-    from tuner.cli.entries import known_entries
-    from tuner.measurement import Provenance
-    from tuner.selection.reader import find_gpu
-    from tuner.selection.shipped import in_use
 
     problem = problem_of(args) if args.shape else None
     every = known_entries(args)
@@ -118,12 +117,9 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
 
 
 def _install(args: argparse.Namespace) -> int:
-    from tuner import settings
     from tuner.bundle import install
     from tuner.cli.entries import imported_text, unservable
     from tuner.compile.artifacts import ArtifactCache
-    from tuner.selection.describe import counted
-    from tuner.store import open_store
 
     if len(args.words) != 2:
         raise ConfigError("name one file (allowed: tuner bundle install FILE)")

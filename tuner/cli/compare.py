@@ -7,7 +7,9 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from tuner.errors import ConfigError
+from tuner.cli import DONE, FAILED
+from tuner.errors import ConfigError, StoreError
+from tuner.selection.describe import kernel_name, microseconds, table, wrapped
 
 if TYPE_CHECKING:
     from tuner.report.changes import DecisionComparison
@@ -56,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when a source cannot be read, or the two share no problem.
     """
-    from tuner.cli import DONE, FAILED
-    from tuner.errors import StoreError
     from tuner.report.changes import TOLERANCE, compare, load_entries
 
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance / 100
@@ -75,13 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
 def comparison_text(compared: DecisionComparison) -> str:
     """Table of all pairs, and of the entries that only one side has."""
-    from tuner.selection.describe import (
-        kernel_name,
-        microseconds,
-        table,
-        wrapped,
-    )
-
     heading = ("problem", "GPU", "regime", "kernel", "A us", "B us", "B's speed", "vendors'")
     rows = [(*heading, "verdict")]
     lines = []

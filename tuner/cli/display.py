@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tuner.base.printable import printable, raw_stream
 from tuner.cli.result import outcome_text
 from tuner.measurement import versus
+from tuner.problem import Problem
 from tuner.selection.describe import kernel_name, microseconds
 from tuner.tuning.outcome import Outcome
 from tuner.tuning.progress import SweepState, Watcher
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-    from tuner.problem import Problem
 
 PLAIN_INTERVAL_S = 5.0
 """Seconds between two plain lines of one phase."""

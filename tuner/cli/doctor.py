@@ -10,14 +10,18 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tuner import settings
 from tuner.base import filesystem
 from tuner.base.install import extra_command, install_command
-
-if TYPE_CHECKING:
-    from tuner.hardware import Gpu
-    from tuner.problem import Problem
+from tuner.compile import prebuilt
+from tuner.errors import CompileError, ConfigError, StoreError, TunerError
+from tuner.families.peers.installed import PEERS
+from tuner.hardware import HOPPER, OLDEST_CAPABILITY, Gpu
+from tuner.problem import Problem
+from tuner.selection.kernels import BUILD, PROVE, lists
+from tuner.store.faults import is_busy, store_error
 
 OK, MISSING, NOTE = "ok", "missing", "note"
 ROOM_BYTES = 64 << 20
@@ -120,8 +124,6 @@ def _gpu(index: int) -> Iterator[Finding]:
         return
     yield Finding("cuda-python", OK, "cuda-core {}, cuda-bindings {}".format(*packages))
 
-    from tuner.errors import TunerError
-    from tuner.hardware import HOPPER, OLDEST_CAPABILITY
     from tuner.measure import device
 
     try:
@@ -154,7 +156,6 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 def serving_finding(gpu: Gpu) -> Finding:
     """Finding about the shipped data that serves a GPU, and the kernels proven on it."""
-    from tuner.selection.kernels import BUILD, PROVE, lists
     from tuner.selection.portfolio import serving, shipped
     from tuner.selection.shipped import shipped_index
 
@@ -199,7 +200,6 @@ def _driver(version: str, cuda: str) -> Finding:
     ones.
     """
     from tuner.compile import toolchain
-    from tuner.errors import CompileError
 
     text = f"{version} (CUDA {cuda})"
     try:
@@ -234,7 +234,6 @@ def _compiling() -> Iterator[Finding]:
 
 def _compilers() -> Iterator[Finding]:
     from tuner.compile import toolchain
-    from tuner.errors import CompileError
 
     for name, find in (
         ("nvcc", toolchain.find_nvcc),
@@ -277,9 +276,7 @@ def _torch_and_peers() -> Iterator[Finding]:
             extra_command("torch"),
         )
         return
-    from tuner import settings
     from tuner.families import families
-    from tuner.families.peers.installed import PEERS
 
     facts: dict[str, str] = {}
     try:
@@ -313,8 +310,6 @@ def _torch_and_peers() -> Iterator[Finding]:
 
 
 def _store() -> Iterator[Finding]:
-    from tuner import settings
-    from tuner.errors import ConfigError
     from tuner.store.reading import sqlite_file
 
     try:
@@ -344,8 +339,6 @@ def _store_file(path: Path) -> Finding:
     """Finding about an SQLite file that exists: it is read, and a write is begun."""
     import sqlite3
 
-    from tuner.store.faults import is_busy, store_error
-
     try:
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=0, isolation_level=None
@@ -368,7 +361,6 @@ def _store_file(path: Path) -> Finding:
 
 def _cache() -> Finding:
     from tuner.compile.artifacts import ArtifactCache
-    from tuner.errors import StoreError
 
     cache = ArtifactCache()
     try:
@@ -406,8 +398,6 @@ def _prebuilt() -> Iterator[Finding]:
 def _wheel(path: Path) -> Finding:
     """Finding about the wheel that a kernel list is of."""
     import tuner
-    from tuner.compile import prebuilt
-    from tuner.errors import ConfigError, StoreError
     from tuner.selection.kernels import read
 
     distribution = prebuilt.DISTRIBUTION + path.stem.removeprefix("kernels").replace("_", "-")

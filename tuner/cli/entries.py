@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuner import settings
 from tuner.base import output, resources
@@ -27,6 +27,7 @@ from tuner.cli.model import add_model, look_up_model, refuse_options
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.families.by_operation import rule_of
+from tuner.families.peers import installed_versions
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
@@ -40,12 +41,9 @@ from tuner.selection.reader import (
     shipped,
     with_shipped,
 )
-from tuner.store import open_store
+from tuner.store import ImportReport, Store, open_store
 from tuner.store.entry import is_vendor, vendor_name
 from tuner.store.reading import sqlite_file
-
-if TYPE_CHECKING:
-    from tuner.store import ImportReport, Store
 
 _MIN_DIGEST = 4
 """Minimum length of a digest's prefix that identifies a config."""
@@ -506,7 +504,6 @@ def _detected() -> Gpu | None:
 
 def _environment() -> Environment:
     """Environment that a sweep would record here, as far as is known without torch."""
-    from tuner.families.peers import installed_versions
     from tuner.measure.device import environment
 
     return Environment({**environment().facts, **installed_versions()})

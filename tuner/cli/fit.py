@@ -8,9 +8,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from tuner.base.output import check_place
 from tuner.cli.arguments import add_store, gpu_of, within
+from tuner.errors import ConfigError
 from tuner.families.by_operation import DOMAINS
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Regime
 from tuner.search.fits import FITS, fit
+from tuner.store import open_store
 
 PORTFOLIO = "portfolio"
 DESCRIPTION = """Without NAME, makes a portfolio: few kernels for each domain, with a time model for
@@ -85,9 +90,6 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when the files do not suffice.
         StoreError: when a file cannot be written.
     """
-    from tuner.errors import ConfigError
-    from tuner.hardware import DEFAULT_GPU
-
     only = tuple(args.only.split(",")) if args.only else ()
     if args.name == PORTFOLIO:
         if args.files or args.write:
@@ -112,13 +114,8 @@ def _portfolio(args: argparse.Namespace, only: Collection[str]) -> int:
             GPU.
         StoreError: when the store cannot be read, or the file cannot be written.
     """
-    from tuner.base.output import check_place
-    from tuner.errors import ConfigError
-    from tuner.hardware import DEFAULT_GPU
-    from tuner.measurement import Regime
     from tuner.search import portfolio
     from tuner.selection.portfolio import Portfolio, serving, shipped
-    from tuner.store import open_store
 
     check_place(args.output)
     if args.only and args.output is None:

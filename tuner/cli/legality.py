@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.base import output
+from tuner.config import Config
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.families.base import Family
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Regime
+from tuner.problem import Problem
 
 if TYPE_CHECKING:
-    from tuner.config import Config
-    from tuner.families.base import Family
-    from tuner.hardware import Gpu
-    from tuner.measurement import Measurement
-    from tuner.problem import Problem
     from tuner.runners.base import Runner
 
 #: Folders before a file name in a compiler's messages.
@@ -246,10 +247,8 @@ def run(args: argparse.Namespace) -> int:
     """Draw, evaluate and print the shares, which do not affect the exit code."""
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import NVCC_TIMEOUT_S, Compiler, find_toolchain
-    from tuner.errors import BenchmarkError, ConfigError
     from tuner.families import family as find_family
     from tuner.measure.device import detect
-    from tuner.measurement import Regime
     from tuner.runners.local import LocalRunner
 
     family = find_family(args.family)

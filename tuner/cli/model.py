@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.cli.arguments import within
 from tuner.errors import ConfigError
+from tuner.hardware import Gpu
+from tuner.problem.engines import ENGINES, Engine
+from tuner.selection.describe import table, wrapped
 
 if TYPE_CHECKING:
-    from tuner.hardware import Gpu
-    from tuner.problem.engines import Engine
     from tuner.problem.steps import ModelStep
     from tuner.selection.answering import Answering, ModelAnswers
 
@@ -23,8 +24,6 @@ _OPTIONS = ("engine", "tensor_parallel", "batch", "seqlen", "dtype")
 
 def add_model(parser: argparse.ArgumentParser, what: Any) -> None:
     """Add ``--model`` to a group of which one option is named, and the options that go with it."""
-    from tuner.problem.engines import ENGINES
-
     what.add_argument("--model", type=Path, metavar="FILE", help="config.json of Transformers")
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -71,8 +70,6 @@ def steps_of(args: argparse.Namespace) -> list[ModelStep]:
 
 def engine_of(args: argparse.Namespace) -> Engine | None:
     """The named engine."""
-    from tuner.problem.engines import ENGINES
-
     return ENGINES[args.engine] if args.engine else None
 
 
@@ -103,7 +100,6 @@ def look_up_model(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> int:
 
 def _text(answers: ModelAnswers, gpu: Gpu) -> str:
     from tuner.selection import model_table
-    from tuner.selection.describe import table, wrapped
 
     rows, further = model_table.shown(answers.rows())
     calls = table([model_table.CALLS, *model_table.calls(rows)], right=frozenset({0, 3}))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.aot import ProgressNotes, say_planning
 from tuner.cli.arguments import (
     add_inputs,
     add_launch,
@@ -17,10 +18,15 @@ from tuner.cli.arguments import (
     usual_inputs,
     within,
 )
+from tuner.errors import ConfigError
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
+from tuner.problem.shapes import expand
+from tuner.selection.describe import microseconds, table, wrapped
+from tuner.store import open_store
 
 if TYPE_CHECKING:
-    from tuner.measurement import Regime
     from tuner.search.coverage import CoveragePlan, CoveredProblem, PlannedConfig
 
 DESCRIPTION = """Chooses few configurations for a list of shapes, each within a given loss of the
@@ -65,12 +71,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when a shape, the loss or a name is wrong.
     """
-    from tuner.cli.aot import ProgressNotes, say_planning
-    from tuner.errors import ConfigError
-    from tuner.hardware import DEFAULT_GPU
     from tuner.search.coverage import plan, times
     from tuner.search.history import measured_in
-    from tuner.store import open_store
 
     problems = _problems(args)
     ops = sorted({problem.op for problem in problems})
@@ -96,7 +98,6 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
         from tuner.tuning.job import read_problems
 
         return read_problems(args.problems, args.op)
-    from tuner.problem.shapes import expand
 
     return expand(PROBLEMS[args.op], args.shape)
 
@@ -109,8 +110,6 @@ def plan_text(head: str, planned: CoveragePlan, regimes: Mapping[Problem, Regime
         planned: the plan.
         regimes: regimes of problems that were timed in another one.
     """
-    from tuner.selection.describe import microseconds, table, wrapped
-
     choices = planned.choices
     shapes = sum(len(choice.served) for choice in choices)
     lines = [

@@ -6,22 +6,24 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from tuner.cli import DONE
 from tuner.cli.aot import compile_aot, say
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import ConfigError
+from tuner.families.base import KernelSpec
+from tuner.families.by_operation import OPERATIONS, WITHOUT_PORTFOLIO, rules
+from tuner.families.target import Target
+from tuner.hardware import HOPPER
+from tuner.selection.kernel_list import KernelList, source_of
+from tuner.selection.portfolio import Portfolio
+from tuner.selection.reader import find_gpu
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tuner.compile.artifacts import Artifact, ArtifactCache
     from tuner.compile.compiler import Compiler
-    from tuner.families.base import KernelSpec
-    from tuner.families.target import Target
-    from tuner.selection.kernel_list import KernelList
-    from tuner.selection.portfolio import Portfolio
 
 
 def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
@@ -35,7 +37,6 @@ def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
         ConfigError: when there is none.
     """
     from tuner.selection.portfolio import everywhere, serving, shipped
-    from tuner.selection.reader import find_gpu
 
     every = shipped()
     here = serving(every, find_gpu(gpu, [p.gpu for p in every])) if gpu else everywhere()
@@ -99,8 +100,6 @@ def build(
 
 def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
     """Kernels of portfolios and rules by compute capability; arguments as of `build`."""
-    from tuner.families.by_operation import OPERATIONS, WITHOUT_PORTFOLIO, rules
-    from tuner.hardware import HOPPER
     from tuner.selection.kernels import targets
 
     by_capability: dict[str, list[Target]] = {}
@@ -192,7 +191,6 @@ def starting_list(path: Path, compiler: Compiler) -> KernelList:
         StoreError: when other users can write the list.
     """
     from tuner.measure.gate import REFERENCE
-    from tuner.selection.kernel_list import KernelList, source_of
     from tuner.selection.kernels import read
 
     tools = compiler.toolchain

@@ -18,14 +18,18 @@ from tuner.cli.arguments import (
     usual_inputs,
     within,
 )
+from tuner.cli.entries import known_entries
+from tuner.config import Config
+from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError
+from tuner.hardware import Gpu
+from tuner.measurement import Environment, Provenance, Regime, Status
+from tuner.problem import Problem
+from tuner.selection.describe import config_lines, facts_text, table, wrapped
+from tuner.selection.reader import Entry
+from tuner.store.entry import is_vendor, vendor_name
 
 if TYPE_CHECKING:
-    from tuner.config import Config
-    from tuner.hardware import Gpu
     from tuner.measure.profile import Profile
-    from tuner.measurement import Regime
-    from tuner.problem import Problem
-    from tuner.selection.reader import Entry
 
 DESCRIPTION = """Runs one call of a shape's best own kernel under Nsight Compute (ncu) and keeps its
 counters: load of each unit, stall reasons, bytes, clocks. `tuner explain` and `tuner report` show
@@ -67,12 +71,9 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: when there is no GPU or no ncu, or the counters cannot be read.
         CompileError: when a kernel cannot be compiled.
     """
-    from tuner.cli.entries import known_entries
-    from tuner.errors import BenchmarkError
     from tuner.measure import nsight
     from tuner.measure.device import detect
     from tuner.measure.profile import keep
-    from tuner.measurement import Status
 
     problem = problem_of(args)
     regimes = usual_inputs(args, problem.op)
@@ -101,10 +102,6 @@ def _chosen(
     """Best own kernel of the shape's measured decision, or the named one, and the decision's
     regime.
     """
-    from tuner.errors import ConfigError, NoValidConfigError
-    from tuner.measurement import Provenance
-    from tuner.store.entry import is_vendor, vendor_name
-
     filters: dict[str, Any] = {"problem": problem, "gpu": gpu, "provenance": Provenance.MEASURED}
     decided = (e for regime in regimes for e in entries if e.matches(**filters, regime=[regime]))
     entry = next(decided, None)
@@ -138,11 +135,9 @@ def _profile(
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import environment_facts, find_toolchain
-    from tuner.errors import NoValidConfigError
     from tuner.families import family
     from tuner.measure import device, nsight
     from tuner.measure.gate import REFERENCE
-    from tuner.measurement import Environment
 
     member = family(config.family)
     if reasons := member.violations(problem, config, gpu):
@@ -164,12 +159,6 @@ def _profile(
 def profile_text(counted: Profile) -> str:
     """Tables of the counters, one kernel after the other."""
     from tuner.measure.profile import FACTS, SHARES, STALLS
-    from tuner.selection.describe import (
-        config_lines,
-        facts_text,
-        table,
-        wrapped,
-    )
 
     lines = [
         f"{counted.problem.op} {counted.problem.label()} on {counted.gpu.name}, {counted.regime}, "

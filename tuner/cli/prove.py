@@ -7,20 +7,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.base.processes import exit_code
+from tuner.cli import DONE, FAILED
 from tuner.cli.aot import PROGRESS_S, Paced, say
 from tuner.cli.arguments import within
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families.by_operation import OPERATIONS, rules
+from tuner.families.target import Target
+from tuner.hardware import DEFAULT_GPU, HOPPER, Gpu
 from tuner.problem import PROBLEMS
+from tuner.selection.kernel_list import KernelList
+from tuner.selection.kernels import BUILD
+from tuner.selection.portfolio import everywhere
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tuner.families.target import Target
-    from tuner.hardware import Gpu
-    from tuner.selection.kernel_list import KernelList
     from tuner.tuning.proof import ProofPlan, ProofProgress, Prover
 
 MAX_PROCESSES = 64
@@ -112,9 +116,6 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: when there is no GPU, or the gate itself fails.
         StoreError: when a kernel list cannot be written.
     """
-    from tuner.base.processes import exit_code
-    from tuner.cli import DONE, FAILED
-    from tuner.hardware import DEFAULT_GPU
     from tuner.measure import device
     from tuner.measure.worker_client import WorkerClient
     from tuner.tuning.progress import Interruption
@@ -201,7 +202,6 @@ def _invariance(args: argparse.Namespace, gpu: Gpu) -> int:
         ConfigError: when no kernel is built for this GPU.
         StoreError: when a list cannot be written.
     """
-    from tuner.cli import DONE, FAILED
     from tuner.tuning.invariance import BitChecker, InvarianceProgress, compare_rows
 
     started, paced = time.monotonic(), Paced(PROGRESS_S)
@@ -236,7 +236,6 @@ def _carry() -> int:
     Raises:
         ConfigError: when nothing is built.
     """
-    from tuner.cli import DONE
     from tuner.selection.kernels import PROVE, shipped_kernels
     from tuner.tuning.proof import carry
 
@@ -256,10 +255,7 @@ def _export(folder: Path) -> int:
         ConfigError: when the folder is missing, nothing is built, or a file cannot be read.
         StoreError: when a file cannot be written.
     """
-    from tuner.cli import DONE
-    from tuner.families.by_operation import rules
     from tuner.selection.kernels import targets
-    from tuner.selection.portfolio import everywhere
     from tuner.tuning.proof import export
 
     if not folder.is_dir():
@@ -280,9 +276,6 @@ def _import(files: Sequence[Path]) -> int:
         ConfigError: when nothing is built, or a file cannot be read.
         StoreError: when a list cannot be written.
     """
-    from tuner.cli import DONE
-    from tuner.selection.kernel_list import KernelList
-    from tuner.selection.kernels import BUILD
     from tuner.tuning.proof import adopt
 
     lists = [KernelList.read(file) for file in files]
@@ -335,10 +328,7 @@ def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
     Raises:
         ConfigError: when none is of the family, or has the texts, that are named.
     """
-    from tuner.families.by_operation import OPERATIONS, rules
-    from tuner.hardware import HOPPER
     from tuner.selection.kernels import BUILD, targets
-    from tuner.selection.portfolio import everywhere
 
     known_targets = [
         target

@@ -12,6 +12,7 @@ from typing import Any
 from tuner.base.install import extra_command
 from tuner.base.processes import python_command, python_environment
 from tuner.errors import TunerError
+from tuner.hardware import DEFAULT_GPU
 
 SHAPE = "S=1024,D=64"
 
@@ -45,7 +46,6 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the steps that this machine can. Returns 1 if one of them failed."""
     from tuner.cli.doctor import MISSING, OK, conclude, examine, findings_text
-    from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect
 
     print("$ tuner doctor")

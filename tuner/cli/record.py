@@ -17,6 +17,10 @@ from tuner.cli.arguments import (
     gpu_of,
     usual_inputs,
 )
+from tuner.cli.sweep import problems_of
+from tuner.errors import ConfigError, NoValidConfigError
+from tuner.hardware import DEFAULT_GPU
+from tuner.store import open_store
 
 if TYPE_CHECKING:
     from tuner.runners.recording import Recording
@@ -61,11 +65,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when the place of the files is wrong.
         StoreError: when a file cannot be written.
     """
-    from tuner.cli.sweep import problems_of
-    from tuner.errors import ConfigError, NoValidConfigError
-    from tuner.hardware import DEFAULT_GPU
     from tuner.runners import recording, recording_archive
-    from tuner.store import open_store
 
     out: Path = args.out
     if args.pack:
@@ -109,7 +109,6 @@ def _pack(place: Path, as_json: bool) -> int:
         ConfigError: when OUT is not a folder, or a recording is damaged or has another name.
         StoreError: when an archive cannot be written.
     """
-    from tuner.errors import ConfigError
     from tuner.runners import recording_archive
 
     if not place.is_dir():

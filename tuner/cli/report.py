@@ -11,9 +11,12 @@ from tuner.base import output
 from tuner.cli.model import add_model, answers_json, answers_of, refuse_options
 from tuner.cli.subject import add_subject, gpu_of, subject_of
 from tuner.errors import ConfigError, NoValidConfigError
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.selection.describe import first_few
+from tuner.store import open_store
 
 if TYPE_CHECKING:
-    from tuner.hardware import Gpu
     from tuner.report.subject import ReportSubject
     from tuner.selection.answering import ModelAnswers
 
@@ -138,13 +141,10 @@ def _job(args: argparse.Namespace) -> int:
         ConfigError: when the job does not exist, or the path is not a folder.
         NoValidConfigError: when a problem has no measurements; the other pages are written.
     """
-    from tuner.measurement import Regime
     from tuner.report.analysis import verdict
     from tuner.report.subject import from_known
     from tuner.runners.recording import SUFFIX
     from tuner.runners.recording_archive import file_name
-    from tuner.selection.describe import first_few
-    from tuner.store import open_store
     from tuner.tuning.job import JobOptions
 
     place: Path = args.out or Path("report")

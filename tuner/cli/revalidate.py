@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner import settings
 from tuner.cli.aot import compile_aot, say
 from tuner.cli.arguments import add_inputs, add_launch, add_result, gpu_of, problem_of, within
+from tuner.cli.entries import known_entries
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError, StoreError, TunerError
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.describe import against_fastest, microseconds, short_name
+from tuner.selection.reader import differences
+from tuner.store import Entry, Store, open_store
 from tuner.store.entry import ratios_json
 
 if TYPE_CHECKING:
-    from tuner.hardware import Gpu
-    from tuner.measurement import Measurement, Regime
     from tuner.runners.base import Runner
     from tuner.runners.choose import Runners
-    from tuner.store import Entry, Store
     from tuner.tuning.revalidate import Revalidation
 
     Work = Callable[[Entry, Runner, Store], dict[str, Any]]
@@ -122,7 +125,6 @@ def revalidate(args: argparse.Namespace) -> int:
 def _compile(args: argparse.Namespace) -> int:
     """Compile the own kernels of the selected entries. Returns 1 if one failed."""
     from tuner.families import families
-    from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
     from tuner.tuning.revalidate import candidates
 
@@ -146,9 +148,7 @@ def _each(args: argparse.Namespace, work: Work) -> int:
         BenchmarkError: when there is no GPU to measure on.
         NoValidConfigError: when no entry matches.
     """
-    from tuner import settings
     from tuner.runners.choose import Machine, Runners
-    from tuner.store import open_store
 
     if args.all and args.shape:
         raise ConfigError("--all is for every entry (allowed with --shape: nothing, it is timed)")
@@ -181,8 +181,6 @@ def _each(args: argparse.Namespace, work: Work) -> int:
 
 def _wanted(args: argparse.Namespace, entry: Entry) -> Regime:
     """Regime to decide an entry under."""
-    from tuner.measurement import Regime
-
     return Regime(args.regime, entry.regime.l2) if args.regime else entry.regime
 
 
@@ -190,7 +188,6 @@ def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
     """Measured entries of this GPU, shipped ones included: those named, all, or the outdated ones;
     those without a decision under the requested regime.
     """
-    from tuner.selection.reader import differences
     from tuner.tuning.revalidate import recompiled
 
     problems, gpu = _problems(args), runners.gpu
@@ -259,9 +256,6 @@ def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> l
 
 def _measured(args: argparse.Namespace, gpu: Gpu) -> list[Entry]:
     """Measured entries whose decisions serve on a GPU, shipped ones included."""
-    from tuner.cli.entries import known_entries
-    from tuner.measurement import Provenance
-
     return [
         entry
         for entry in known_entries(args)

@@ -12,6 +12,7 @@ from tuner.base.install import extra_command
 from tuner.base.processes import EndingSignals, ForcedEnd, exit_code
 from tuner.cli.arguments import add_store, within
 from tuner.errors import ConfigError
+from tuner.store import open_store
 
 DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner store sync`, jobs
 and their progress, and pages for a browser. GET /openapi.json describes the interface. It listens
@@ -52,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{exc.name} is missing: install it with {extra_command('service')}"
         ) from exc
-    from tuner.store import open_store
 
     tokens = Tokens(settings.read_token(), settings.write_token())
     if not tokens and not _is_loopback(args.host):

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tuner.base import output
 from tuner.cli.aot import say
 from tuner.cli.arguments import within
 from tuner.errors import ConfigError
+from tuner.problem import engines, shapes
 from tuner.problem.architecture import Model
 from tuner.problem.engines import ENGINES
 from tuner.problem.shapes import OPS, Listed
@@ -85,7 +87,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when the model or a range is wrong.
     """
-    from tuner.base import output
     from tuner.problem import listing, shapes
 
     output.check_place(args.output)
@@ -112,7 +113,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _paged(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Listed:
-    from tuner.problem import engines, shapes
 
     changes = {name: getattr(args, name) for name in ("page_size", "chunk")}
     changed = {name: value for name, value in changes.items() if value is not None}
@@ -124,7 +124,6 @@ def _paged(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Li
 
 
 def _dense(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Listed:
-    from tuner.problem import shapes
 
     return shapes.problems(
         model,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tuner.cli.doctor import Finding
+from tuner.cli.doctor import MISSING, NOTE, Finding
 
 _SHAPE = "S=1024,D=64"
 
@@ -26,8 +24,6 @@ def run(args: argparse.Namespace) -> int:
 
 def next_command(findings: Sequence[Finding]) -> str:
     """The command that leads a user of this machine on."""
-    from tuner.cli.doctor import MISSING, NOTE
-
     missing = {f.name for f in findings if f.state == MISSING}
     if missing & {"store", "artifact cache"}:
         return "tuner doctor"

@@ -14,6 +14,7 @@ from typing import Any
 from tuner import settings
 from tuner.cli.arguments import store_named
 from tuner.errors import ConfigError
+from tuner.selection.describe import counted
 from tuner.store.reading import sqlite_file
 
 COPY = """Copies everything a store holds (measurements, decisions, pins, sweeps, jobs) into
@@ -126,7 +127,6 @@ def _sqlite(args: argparse.Namespace) -> Path:
 
 
 def _counted(rows: dict[str, int]) -> str:
-    from tuner.selection.describe import counted
 
     entries, measurements = rows["winners"], rows["measurements"]
     return f"{counted(entries, 'entry')}, {counted(measurements, 'measurement')}"

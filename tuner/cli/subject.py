@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import PROBLEMS
+from tuner.selection.reader import find_gpu
 
 if TYPE_CHECKING:
-    from tuner.hardware import Gpu
     from tuner.report.subject import ReportSubject
 
 
@@ -48,8 +49,6 @@ def subject_of(args: argparse.Namespace) -> ReportSubject:
 
 def gpu_of(args: argparse.Namespace) -> Gpu:
     """The named GPU, else this machine's, else the default one."""
-    from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect
-    from tuner.selection.reader import find_gpu
 
     return find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU

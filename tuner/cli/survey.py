@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.base import resources
+from tuner.base.processes import exit_code
+from tuner.cli import DONE, FAILED
 from tuner.cli.aot import compile_aot, say
 from tuner.cli.arguments import add_inputs, add_launch, add_op, within
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.families.base import KernelSpec
+from tuner.families.by_operation import DOMAINS
+from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
+from tuner.problem import Problem
+from tuner.selection.describe import counted
 
 if TYPE_CHECKING:
-    from tuner.families.base import KernelSpec
-    from tuner.hardware import Gpu
-    from tuner.problem import Problem
     from tuner.tuning.survey import Sample, SurveyProgress, SurveySize
 
 DESCRIPTION = """Samples kernels of each problem at random, compiles, checks and times them, and
@@ -87,8 +94,6 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the sample, measure it and print the results. Returns 1 if candidates are left."""
-    from tuner.errors import BenchmarkError, ConfigError
-    from tuner.hardware import DEFAULT_GPU, gpu_by_name
     from tuner.runners.choose import Machine, Runners
     from tuner.runners.gpus import parse_devices
     from tuner.search.sampled_problems import regime
@@ -145,8 +150,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _code(found: Sequence[SurveyProgress], interrupted_by: int | None) -> int:
-    from tuner.base.processes import exit_code
-    from tuner.cli import DONE, FAILED
 
     left = sum(not progress.is_complete for progress in found)
     if left:
@@ -159,8 +162,6 @@ def _code(found: Sequence[SurveyProgress], interrupted_by: int | None) -> int:
 
 def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample]:
     """Candidates to measure for each problem."""
-    from tuner.errors import ConfigError
-    from tuner.families.by_operation import DOMAINS
     from tuner.selection.portfolio import serving, shipped
     from tuner.tuning.survey import draw, listed, pooled
 
@@ -182,8 +183,6 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
-    from tuner.base import resources
-    from tuner.errors import ConfigError
     from tuner.tuning.job import DEFAULT_OP, parse_problem, read_problems
 
     if args.shape is not None:
@@ -204,7 +203,6 @@ def _list(
 ) -> list[KernelSpec]:
     """Print the sample of each problem and the total number of kernels. Returns the kernels."""
     from tuner.families import families
-    from tuner.selection.describe import counted
 
     members = families()
     kernels: dict[KernelSpec, None] = {}
@@ -243,8 +241,6 @@ def sample_text(sample: Sample) -> str:
 
 def progress_text(progress: SurveyProgress) -> str:
     """One line, as ``attention S=1024,D=64: 48 of 390 candidates, 30 resumed: 46 ok, ...``."""
-    from collections import Counter
-
     seen, problem = progress.seen, progress.sample.problem
     counts = Counter(m.status.value for m in seen).most_common()
     statuses = ", ".join(f"{count} {status}" for status, count in counts)

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner import settings
+from tuner.base.processes import exit_code
+from tuner.cli import DONE, FAILED
 from tuner.cli.aot import sweep_aot
 from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_result, within
 from tuner.cli.artifacts import parse_size
 from tuner.errors import ConfigError
-from tuner.problem import PROBLEMS
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Provenance, Regime
+from tuner.problem import PROBLEMS, Problem
+from tuner.selection.shipped import with_shipped
+from tuner.store import Store, open_store
 
 if TYPE_CHECKING:
-    from tuner.problem import Problem
     from tuner.runners.choose import ClusterPlace, Machine
-    from tuner.store import Store
     from tuner.tuning.job import JobOptions, JobResult
     from tuner.tuning.progress import Interruption
 
@@ -169,7 +173,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.cli.display import create_display
     from tuner.runners.opening import open_runners
     from tuner.search.storage import open_storage
-    from tuner.store import open_store
     from tuner.tuning.job import Job
     from tuner.tuning.progress import Interruption
 
@@ -224,10 +227,7 @@ def _say_known(
     """On a machine that cannot measure, print how to see the problems' measurements, or predictions
     from other problems' measurements.
     """
-    from tuner.hardware import DEFAULT_GPU
-    from tuner.measurement import Provenance, Regime
     from tuner.selection.reader import LookupResult, lookup
-    from tuner.selection.shipped import with_shipped
     from tuner.store.reading import sqlite_file
 
     path = sqlite_file(url)
@@ -371,9 +371,6 @@ def _document(args: argparse.Namespace, result: JobResult, url: str) -> dict[str
 
 def _report(result: JobResult, interruption: Interruption) -> int:
     """Print failures on standard error. Returns the exit code."""
-    from tuner.base.processes import exit_code
-    from tuner.cli import DONE, FAILED
-
     for problem in result.skipped:
         print(f"tuner: {problem.op} {problem.label()} is tuned already", file=sys.stderr)
     for problem, exc in result.failed:

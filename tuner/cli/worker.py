@@ -7,8 +7,12 @@ import sys
 from typing import Any
 
 from tuner import settings
+from tuner.base.processes import exit_code
+from tuner.cli import DONE, FAILED
 from tuner.cli.arguments import add_store
 from tuner.cli.sweep import add_machine, add_studies, machine_of
+from tuner.selection.describe import counted
+from tuner.store import open_store
 
 DESCRIPTION = """Takes problems from the jobs of the store, highest priority first, and tunes them
 on this machine's GPU. Several workers may share a store. Each holds a lease on its problem. The
@@ -38,13 +42,9 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when an argument is wrong.
         StoreError: when the store that was named does not exist, or none can be opened.
     """
-    from tuner.base.processes import exit_code
-    from tuner.cli import DONE, FAILED
     from tuner.cli.display import create_display
     from tuner.runners.opening import open_creator
     from tuner.search.storage import open_storage
-    from tuner.selection.describe import counted
-    from tuner.store import open_store
     from tuner.tuning.controller import Controller
 
     machine = machine_of(args, None)

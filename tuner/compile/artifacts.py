@@ -219,9 +219,9 @@ class ArtifactCache:
         folder = self._folder(key)
         try:
             with self.workspace() as aside:
-                made = aside / key
-                make_folder(made)
-                target = made / "kernel.so"
+                moved = aside / key
+                make_folder(moved)
+                target = moved / "kernel.so"
                 try:
                     os.link(library, target)
                 except OSError:
@@ -231,11 +231,11 @@ class ArtifactCache:
                     resources = replace(resources, code=device_code(target.read_bytes(), key))
                 sha256, cpu_s = trusted_sha256(target), round(compile_cpu_s, 3)
                 meta = Artifact(key, target, sha256, resources, cpu_s, facts).meta()
-                (made / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True))
-                (made / "kernel.cu").write_text(source)
-                for file in (target, made / "meta.json", made / "kernel.cu", made):
+                (moved / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True))
+                (moved / "kernel.cu").write_text(source)
+                for file in (target, moved / "meta.json", moved / "kernel.cu", moved):
                     _fsync(file)
-                self._publish(made, folder)
+                self._publish(moved, folder)
         except OSError as exc:
             raise self.write_error(exc) from exc
         artifact = self.find(key)

@@ -50,10 +50,10 @@ def fixed_units(specs: Iterable[KernelSpec], size: int) -> list[list[KernelSpec]
     equal lists give equal libraries.
     """
     units: list[list[KernelSpec]] = []
-    left = sorted(set(specs), key=lambda spec: (spec.template, spec.instance, spec.key))
-    while left:
-        units.append(left[: fitting(left, size)])
-        del left[: len(units[-1])]
+    waiting = sorted(set(specs), key=lambda spec: (spec.template, spec.instance, spec.key))
+    while waiting:
+        units.append(waiting[: fitting(waiting, size)])
+        del waiting[: len(units[-1])]
     return units
 
 

@@ -71,9 +71,9 @@ class BlockScaledGroupedGemm(Family):
         space: dict[Config, None] = {}
         mean, largest = ceil(problem.m / len(busy)), max(busy)
         for rows in sorted({mean, round(sqrt(mean * largest)), largest}):
-            for one in _PRODUCT.space(_product(problem, rows), gpu):
-                if one["split_k"] == 1:
-                    params = {k: v for k, v in one.params.items() if k in self.domains}
+            for config in _PRODUCT.space(_product(problem, rows), gpu):
+                if config["split_k"] == 1:
+                    params = {k: v for k, v in config.params.items() if k in self.domains}
                     space.setdefault(deepened(Config(self.name, params)))
         return list(space)
 

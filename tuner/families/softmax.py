@@ -223,20 +223,22 @@ def _block_threads(config: Config) -> int:
 
 
 def _geometry_violations(problem: SoftmaxProblem, config: Config) -> list[str]:
-    found = []
+    reasons = []
     block, width = _block_threads(config), config["vector_width"]
     if block > MAX_BLOCK_THREADS:
-        found.append(f"threads_per_row x rows_per_block = {block} exceeds {MAX_BLOCK_THREADS}")
+        reasons.append(f"threads_per_row x rows_per_block = {block} exceeds {MAX_BLOCK_THREADS}")
     if block % WARP:
-        found.append(f"threads_per_row x rows_per_block = {block} is not a multiple of {WARP}")
+        reasons.append(f"threads_per_row x rows_per_block = {block} is not a multiple of {WARP}")
     if problem.cols % width:
-        found.append(f"rows of {problem.cols} columns do not align vectors of {width}")
+        reasons.append(f"rows of {problem.cols} columns do not align vectors of {width}")
     elements = vectors_per_thread(problem, config) * width
     registers = REGISTERS_PER_SM // min(block, MAX_BLOCK_THREADS)
     allowed = min(MAX_ELEMENTS, registers - OTHER_REGISTERS)
     if elements > allowed:
-        found.append(f"{elements} elements a thread exceed {allowed} with {block} threads a block")
-    return found
+        reasons.append(
+            f"{elements} elements a thread exceed {allowed} with {block} threads a block"
+        )
+    return reasons
 
 
 def _candidates(problem: SoftmaxProblem) -> Iterator[Config]:

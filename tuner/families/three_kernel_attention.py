@@ -272,13 +272,13 @@ def launchable_heads(problem: AttentionProblem) -> list[int]:
     each time, down to `MAX_CHUNKS` launches.
     """
     total = problem.batch * problem.heads_q
-    chosen: list[int] = []
+    counts: list[int] = []
     for heads in range(total, 0, -1):
-        if chosen and (2 * heads > chosen[-1] or heads * MAX_CHUNKS < total):
+        if counts and (2 * heads > counts[-1] or heads * MAX_CHUNKS < total):
             continue
         if not _heads_violations(problem, heads):
-            chosen.append(heads)
-    return chosen
+            counts.append(heads)
+    return counts
 
 
 def _heads_violations(problem: AttentionProblem, heads: int) -> list[str]:

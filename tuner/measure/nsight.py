@@ -34,16 +34,16 @@ _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute")
 NOT_PERMITTED = "ERR_NVGPUCTRPERM"
 
 
-def find_ncu(given: Path | None = None) -> Path:
+def find_ncu(command: Path | None = None) -> Path:
     """Find Nsight Compute's command: `given`, else in PATH, CUDA_HOME, or the packages' folders.
 
     Raises:
         BenchmarkError: with status UNAVAILABLE; names the places searched and how to get it.
     """
-    for path in [given] if given else _candidates():
+    for path in [command] if command else _candidates():
         if path.is_file() and os.access(path, os.X_OK):
             return path
-    where = str(given) if given else f"PATH, CUDA_HOME, {', '.join(_PLACES)}"
+    where = str(command) if command else f"PATH, CUDA_HOME, {', '.join(_PLACES)}"
     raise BenchmarkError(
         f"Nsight Compute (ncu) is not in {where}; it comes with the CUDA toolkit, or as the "
         "package nsight-compute of NVIDIA's repositories; --ncu names another place",

@@ -220,10 +220,10 @@ class VendorSubject(Subject):
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
         if scale not in self._callables:
-            made = self._family.vendor_call(self._wanted, self._config, scale)
-            if isinstance(made, str):
-                raise BenchmarkError(made, status=Status.UNAVAILABLE)
-            self._callables[scale] = made
+            vendor_call = self._family.vendor_call(self._wanted, self._config, scale)
+            if isinstance(vendor_call, str):
+                raise BenchmarkError(vendor_call, status=Status.UNAVAILABLE)
+            self._callables[scale] = vendor_call
         function = self._callables[scale]
         inputs = [
             self._input(buffers[here.name], here, other)

@@ -200,21 +200,23 @@ class GemmProblem(Problem):
             strides = (rows * cols, cols, 1) if major == "row" else (rows * cols, 1, rows)
             return Operand(name, (self.batch, rows, cols), strides, dtype, out)
 
-        found = [
+        operands = [
             matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
         ]
         if self.scales == "block":
             sides = zip(("scale_a", "scale_b"), block_scales(self.m, self.n, self.k), strict=True)
-            found += [Operand(x, side, (side[1], 1), "float32") for x, side in sides]
+            operands += [Operand(x, side, (side[1], 1), "float32") for x, side in sides]
         elif self.scales:
             sizes = (self.m, self.n) if self.scales == "row" else (1, 1)
             names = ("scale_a", "scale_b")
-            found += [Operand(x, (n,), (1,), "float32") for x, n in zip(names, sizes, strict=True)]
+            operands += [
+                Operand(x, (n,), (1,), "float32") for x, n in zip(names, sizes, strict=True)
+            ]
         if self.has_output_scale:
-            found.append(Operand("scale_d", (1,), (1,), "float32"))
+            operands.append(Operand("scale_d", (1,), (1,), "float32"))
         if self.has_bias:
-            found.append(Operand("bias", (self.n,), (1,), self.dtype))
+            operands.append(Operand("bias", (self.n,), (1,), self.dtype))
         if self.has_residual:
-            found.append(matrix("residual", self.m, self.n, "row", self.dtype_d, False))
-        return (*found, matrix("d", self.m, self.n, "row", self.dtype_d, True))
+            operands.append(matrix("residual", self.m, self.n, "row", self.dtype_d, False))
+        return (*operands, matrix("d", self.m, self.n, "row", self.dtype_d, True))

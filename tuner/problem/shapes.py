@@ -286,8 +286,8 @@ def expand(kind: type[Problem], text: str) -> list[Problem]:
             raise ConfigError(f"key '{key}' is given twice (allowed: once, as {key}=512,1024)")
         if not separator and not values:
             raise ConfigError(f"'{item}' is not KEY=VALUE (allowed keys: {', '.join(kind.keys)})")
-        name, found = (key, value) if separator else (next(reversed(values)), item)
-        several = [str(n) for n in numbers(name, found)] if ":" in found else [found]
+        name, listing = (key, value) if separator else (next(reversed(values)), item)
+        several = [str(n) for n in numbers(name, listing)] if ":" in listing else [listing]
         values.setdefault(name, []).extend(several)
     rows = (dict(zip(values, row, strict=True)) for row in product(*values.values()))
     return list(dict.fromkeys(kind.from_keys(row) for row in rows))

@@ -45,7 +45,7 @@ def sections(answers: ModelAnswers) -> list[Section]:
     drawn = rows[:MAX_DRAWN]
     share = 100 * sum(row.share for row in drawn)
     words = [f"The {len(drawn)} longest calls have {share:.0f} % of the time."]
-    rest = [f"{text}."] if (text := model_table.others_text(others)) else []
+    lines = [f"{text}."] if (text := model_table.others_text(others)) else []
     return [
         Section(
             "steps",
@@ -58,7 +58,7 @@ def sections(answers: ModelAnswers) -> list[Section]:
         Section(
             "calls",
             "Calls by their share of the time",
-            [*words, *rest, model_table.NOTES[0]],
+            [*words, *lines, model_table.NOTES[0]],
             [Figure("calls", "Share of the time, and who answers", calls(drawn))],
             TableSection(model_table.CALLS, model_table.calls(rows)),
             is_table_open=True,

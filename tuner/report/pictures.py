@@ -35,10 +35,10 @@ def specs(parts: Sequence[Section], only: Sequence[str] = ()) -> dict[str, Spec]
     Raises:
         ConfigError: when a name in `only` is not known; lists the known ones.
     """
-    found = {figure.name: figure.spec for part in parts for figure in part.figures}
-    if unknown := [name for name in only if name not in found]:
-        raise ConfigError(f"no picture '{unknown[0]}' (allowed: {', '.join(found)})")
-    return {name: found[name] for name in only} if only else found
+    specs = {figure.name: figure.spec for part in parts for figure in part.figures}
+    if unknown := [name for name in only if name not in specs]:
+        raise ConfigError(f"no picture '{unknown[0]}' (allowed: {', '.join(specs)})")
+    return {name: specs[name] for name in only} if only else specs
 
 
 def svg(spec: Spec) -> str:

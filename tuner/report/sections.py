@@ -223,25 +223,25 @@ def _per_token(m: Measurement) -> Iterable[str]:
 
 def _counted(subject: ReportSubject, account: Explanation) -> Iterable[Section]:
     """Counters of the best own kernel (`tuner develop profile`), a part of the section before."""
-    found = subject.profile_of(account.config.config)
-    if found is None:
+    profile = subject.profile_of(account.config.config)
+    if profile is None:
         return
     rows = [
         (kernel.kernel, counter.label, f"{value.value:,.6g}", value.unit, counter.says)
-        for kernel in found.kernels
+        for kernel in profile.kernels
         for counter, value in kernel.shown(COUNTERS)
     ]
-    ncu = found.environment.facts.get("ncu", "of an unknown version")
-    figures = [Figure("counters", "Share of what each can do", charts.counted_shares(found.main))]
-    if found.main.shown(STALLS):
-        figures.append(Figure("stalls", "What warps wait for", charts.stalls(found.main)))
+    ncu = profile.environment.facts.get("ncu", "of an unknown version")
+    figures = [Figure("counters", "Share of what each can do", charts.counted_shares(profile.main))]
+    if profile.main.shown(STALLS):
+        figures.append(Figure("stalls", "What warps wait for", charts.stalls(profile.main)))
     yield Section(
         "counted",
         "Profiler counters",
         [
-            f"One call under Nsight Compute {ncu}, {found.created_at[:10]}, clocks not locked; "
-            f"of {found.main.kernel}, the launch that takes longest. It ran by itself: times above "
-            "are the stopwatch's.",
+            f"One call under Nsight Compute {ncu}, {profile.created_at[:10]}, clocks not locked; "
+            f"of {profile.main.kernel}, the launch that takes longest. It ran by itself: times "
+            "above are the stopwatch's.",
             *(claim.text for claim in account.counted[1:]),
         ],
         figures,
@@ -346,11 +346,11 @@ def _scaling(subject: ReportSubject) -> Iterable[Section]:
     points = scaling(subject)
     if not points:
         if isinstance(subject.problem, AttentionProblem):
-            known = ", ".join(map(str, lengths_known(subject))) or "none"
+            lengths = ", ".join(map(str, lengths_known(subject))) or "none"
             text = (
                 f"Not drawn: it takes {MIN_LENGTHS} problems, tuned or benched, that differ in "
-                f"their sequence length only (known: {known}). `tuner sweep` of other lengths, the "
-                "rest as here, adds them, with memory and with where one kernel overtakes another."
+                f"their sequence length only (known: {lengths}). `tuner sweep` of other lengths, "
+                "the rest as here, adds them, with memory and with where one kernel overtakes another."
             )
             yield Section("scaling", "Sequence length", [text])
         return

@@ -171,23 +171,23 @@ def from_store(
         StoreError: when the store cannot be read.
         ConfigError: when a bench cannot be read.
     """
-    known = _measured(with_shipped(store.entries()) if store else shipped())
+    entries = _measured(with_shipped(store.entries()) if store else shipped())
     results = tuple(map(Results.read, benches))
     for regime in listed(regimes):
         if store and (stored := _in_store(store, problem, gpu, regime)):
-            return ReportSubject(stored, name, known, results)
+            return ReportSubject(stored, name, entries, results)
     if (recorded := recording_archive.find(problem, gpu, regimes)) is not None:
-        return ReportSubject(recorded, "the shipped recording", known, results)
-    for regime, entry in itertools.product(listed(regimes), known):
+        return ReportSubject(recorded, "the shipped recording", entries, results)
+    for regime, entry in itertools.product(listed(regimes), entries):
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
             environment = entry.winner.environment
             decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
-            return ReportSubject(decided, "shipped decisions", known, results)
+            return ReportSubject(decided, "shipped decisions", entries, results)
     raise NoValidConfigError(
         f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} "
         f"({listed(regimes)[0]}): "
         f"`tuner sweep` measures it (measured for {problem.op}, nearest first: "
-        f"{first_few(nearest_labels(problem, known)) or 'none'})"
+        f"{first_few(nearest_labels(problem, entries)) or 'none'})"
     )
 
 

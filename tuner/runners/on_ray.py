@@ -166,9 +166,10 @@ class Cluster:
             ("a CPU", any(map(self._compiles, nodes)), place.compile_labels),
         ):
             if not nodes_there:
-                asked = "".join(f" and label {name}={text}" for name, text in labels.items())
+                labelled = "".join(f" and label {name}={text}" for name, text in labels.items())
                 raise ConfigError(
-                    f"no node of the Ray cluster has {least}{asked} (it has: {_described(nodes)})"
+                    f"no node of the Ray cluster has {least}{labelled} "
+                    f"(it has: {_described(nodes)})"
                 )
         free = int(self._ray.available_resources().get("GPU", 0))
         count = min(total, free, place.gpus or total)
@@ -226,10 +227,10 @@ class Cluster:
         kinds: dict[str, ComparableGpus] = {}
         for group in sorted(groups, key=len, reverse=True):
             card = group[0].known
-            chosen = kinds.get(card.gpu.identity)
+            comparable = kinds.get(card.gpu.identity)
             reason = ""
-            if chosen is not None:
-                reason = f"{card.differs(chosen.card)} on {chosen.card.node}"
+            if comparable is not None:
+                reason = f"{card.differs(comparable.card)} on {comparable.card.node}"
             elif card.version != tuner.__version__:
                 reason = f"its tuner is {card.version}, not {tuner.__version__}"
             elif not card.gpu.is_served:
@@ -242,8 +243,8 @@ class Cluster:
                 worker.close()
         if not kinds:
             raise BenchmarkError("no GPU of the cluster can be used: all are left out")
-        said = (f"{len(kind.workers)} {kind.card.gpu.name}" for kind in kinds.values())
-        self._note(f"measuring on a Ray cluster: {', '.join(said)}")
+        texts = (f"{len(kind.workers)} {kind.card.gpu.name}" for kind in kinds.values())
+        self._note(f"measuring on a Ray cluster: {', '.join(texts)}")
         return list(kinds.values())
 
 
@@ -394,11 +395,11 @@ def _has(node: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 def _described(nodes: Sequence[Mapping[str, Any]]) -> str:
     """``1 node with 16 CPU; 2 nodes with 32 CPU, 8 GPU, gpu=H200``."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in nodes:
         amounts = (f"{node['Resources'].get(name, 0):g} {name}" for name in ("CPU", "GPU"))
         labels = sorted(
             f"{name}={text}" for name, text in node["Labels"].items() if name != "ray.io/node-id"
         )
-        found[", ".join(itertools.chain(amounts, labels))] += 1
-    return "; ".join(f"{n} node{'s' * (n > 1)} with {text}" for text, n in found.items())
+        counts[", ".join(itertools.chain(amounts, labels))] += 1
+    return "; ".join(f"{n} node{'s' * (n > 1)} with {text}" for text, n in counts.items())

@@ -182,9 +182,9 @@ class WorkerPool:
 
     def _drop(self, future: Future[Any], exc: Exception) -> None:
         """End a request that waits though it was begun before; called with the lock."""
-        kept = [request for request in self._waiting if request.future is not future]
-        if len(kept) < len(self._waiting):
-            self._waiting = kept
+        waiting = [request for request in self._waiting if request.future is not future]
+        if len(waiting) < len(self._waiting):
+            self._waiting = waiting
             future.set_exception(exc)
 
     def _release(self, future: Future[Any]) -> None:

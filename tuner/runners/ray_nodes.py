@@ -130,8 +130,8 @@ def arrived(sha256: str, parcel: Parcel) -> str:
     content = parcel.get(sha256)
     if content is None:
         return "the parcel does not hold it"
-    found = hashlib.sha256(content).hexdigest()
-    return "" if found == sha256 else f"its bytes have the hash {found[:16]}"
+    digest = hashlib.sha256(content).hexdigest()
+    return "" if digest == sha256 else f"its bytes have the hash {digest[:16]}"
 
 
 def keep(
@@ -207,15 +207,15 @@ class Gauge:
         here: dict[str, Artifact] = {}
         refused: dict[str, str] = {}
         for key, artifact in artifacts_of(ask).items():
-            found = self._cache.find(key)
-            if found is None:
+            present = self._cache.find(key)
+            if present is None:
                 parcel, reason = self._open(parcels[artifact.sha256])
                 reason = reason or arrived(artifact.sha256, parcel)
                 if reason:
                     refused[artifact.sha256] = reason
                     continue
-                found = keep(self._cache, key, artifact, parcel, source="")
-            here[key] = found
+                present = keep(self._cache, key, artifact, parcel, source="")
+            here[key] = present
         if refused:
             return Reply(refused=refused)
         process = self._client.pid

@@ -153,12 +153,12 @@ def times(
         predict: also predict times that were not measured, in half a second to two a problem.
         note: called after each problem with the number of problems done.
     """
-    found: list[Times] = []
+    times: list[Times] = []
     every = dict.fromkeys(problems)
     for problem in every:
-        found.append(_times(problem, gpu, measured, predict))
-        note(f"{len(found)} of {len(every)} shapes")
-    return found
+        times.append(_times(problem, gpu, measured, predict))
+        note(f"{len(times)} of {len(every)} shapes")
+    return times
 
 
 def _times(

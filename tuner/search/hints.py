@@ -91,8 +91,8 @@ def read(path: Path) -> list[Hint]:
     table = _TABLE.fullmatch(path.name)
     hints = _profiled(path, text) if table is None else _tabled(path, table, text)
     if not hints:
-        wanted = "rows of kernels cutlass3x_sm90_... with Status success, row- or column-major"
-        raise ConfigError(f"{path} has no hint (wanted: {wanted})")
+        expected = "rows of kernels cutlass3x_sm90_... with Status success, row- or column-major"
+        raise ConfigError(f"{path} has no hint (wanted: {expected})")
     return hints
 
 
@@ -185,8 +185,8 @@ def _tabled(path: Path, name: re.Match[str], text: str) -> list[Hint]:
             if rows != "triton_version"
         ]
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        wanted = 'rows like "16": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64}'
-        raise ConfigError(f"{path} is not a table of vLLM (wanted: {wanted}): {exc}") from exc
+        expected = 'rows like "16": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64}'
+        raise ConfigError(f"{path} is not a table of vLLM (wanted: {expected}): {exc}") from exc
 
 
 def file() -> Path:

@@ -40,17 +40,17 @@ def history(
             `problem` are left out: the search gets them from the store.
         store: store to read.
     """
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for one in Regime.preferred(regime):
-        known = {problem, *(m.problem for m in found)}
+        known = {problem, *(m.problem for m in measurements)}
         # The search gets this environment's measurements in this regime, but no chained ones.
         digest_of = environment if one == regime else str
-        found += _stored(problem, gpu, one, store, known - {problem}, digest_of)
-        known |= {m.problem for m in found}
+        measurements += _stored(problem, gpu, one, store, known - {problem}, digest_of)
+        known |= {m.problem for m in measurements}
         for part in _shipped(gpu, one):
             if part.problem.op == problem.op and part.problem not in known:
-                found += [m for m in part.measurements if not m.is_final]
-    return [m for m in found if _is_own(m)]
+                measurements += [m for m in part.measurements if not m.is_final]
+    return [m for m in measurements if _is_own(m)]
 
 
 def _stored(
@@ -87,9 +87,9 @@ def measured(
     Measurements come from the store, in the environment of the decision, or else from the shipped
     recordings, all of a problem together. The final pass is added on request.
     """
-    found: dict[Problem, list[Measurement]] = {}
+    by_problem: dict[Problem, list[Measurement]] = {}
     for entry in store.entries(op=op, gpu=gpu, regime=regime, provenance=Provenance.MEASURED):
-        found[entry.problem] = store.measurements(
+        by_problem[entry.problem] = store.measurements(
             problem=entry.problem,
             gpu=gpu,
             regime=regime,
@@ -97,12 +97,12 @@ def measured(
             provenance=Provenance.MEASURED,
             final=None if with_finals else False,
         )
-    stored = frozenset(found)
+    stored = frozenset(by_problem)
     for part in _shipped(gpu, regime):
         if part.problem.op == op and part.problem not in stored:
             rows = [m for m in part.measurements if with_finals or not m.is_final]
-            found.setdefault(part.problem, []).extend(rows)
-    return {problem: quick for problem, quick in found.items() if any(m.ok for m in quick)}
+            by_problem.setdefault(part.problem, []).extend(rows)
+    return {problem: quick for problem, quick in by_problem.items() if any(m.ok for m in quick)}
 
 
 def measured_in(
@@ -113,7 +113,7 @@ def measured_in(
     Each problem's times are of the first regime that has some: of the quick pass, else of the final
     pass of a decision. Two problems' times may be of different regimes.
     """
-    found: dict[Problem, list[Measurement]] = {}
+    by_problem: dict[Problem, list[Measurement]] = {}
     counts: Counter[Regime] = Counter()
     decided = with_shipped(store.entries(op=op, gpu=gpu, provenance=Provenance.MEASURED))
     for one in regimes:
@@ -123,10 +123,10 @@ def measured_in(
             if (entry.problem.op, entry.gpu.identity) == (op, gpu.identity) and entry.regime == one
         }
         for problem, rows in {**finals, **measured(op, gpu, one, store)}.items():
-            if problem not in found:
-                found[problem] = rows
+            if problem not in by_problem:
+                by_problem[problem] = rows
                 counts[one] += 1
-    return max(regimes, key=counts.__getitem__), found
+    return max(regimes, key=counts.__getitem__), by_problem
 
 
 def _is_own(m: Measurement) -> bool:

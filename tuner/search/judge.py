@@ -192,16 +192,16 @@ class Judge:
         groups = sorted(set(kernel.groups))
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
         folds = [fold[group] for group in kernel.groups]
-        found = []
+        expectations = []
         for number in sorted(set(folds)):
             out = {group for group in groups if fold[group] == number}
             rates = self._fits.rates(kernel, base, out)
             for of, point in zip(folds, kernel.points, strict=True):
                 if of == number:
                     expected = self._expected(point.problem, point.config, rates)
-                    found.append(_Expected(kernel, point, expected))
-        errors = sorted(abs(row.expected / row.us - 1) for row in found)
-        return errors, [row for row in found if kernel.is_own(row.point)], base
+                    expectations.append(_Expected(kernel, point, expected))
+        errors = sorted(abs(row.expected / row.us - 1) for row in expectations)
+        return errors, [row for row in expectations if kernel.is_own(row.point)], base
 
     def _table(self, own: Sequence[KernelTimes]) -> list[list[float]]:
         """Times in microseconds, a row for each kernel and a column for each problem.

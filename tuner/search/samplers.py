@@ -43,8 +43,8 @@ class Groups:
     @cached_property
     def distributions(self) -> dict[str, CategoricalDistribution]:
         """Categorical distribution of each parameter: all its values in the family's space."""
-        found = choices_of(list(self.features.values()))
-        return {name: CategoricalDistribution(choices) for name, choices in found.items()}
+        values = choices_of(list(self.features.values()))
+        return {name: CategoricalDistribution(choices) for name, choices in values.items()}
 
     @property
     def worst(self) -> float | None:

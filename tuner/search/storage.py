@@ -401,7 +401,7 @@ def _copied(trial: FrozenTrial, groups: Groups, provenance: str) -> FrozenTrial:
     """A trial with its group's parameters, independent of the sampler's form of them."""
     latency_us, key = trial.user_attrs.get("latency_us"), trial.user_attrs.get(KERNEL)
     params = trial.params if key is None else groups.params(key)
-    made = optuna.trial.create_trial(
+    copied = optuna.trial.create_trial(
         state=TrialState.FAIL if latency_us is None else TrialState.COMPLETE,
         value=latency_us,
         params=params,
@@ -409,8 +409,8 @@ def _copied(trial: FrozenTrial, groups: Groups, provenance: str) -> FrozenTrial:
         user_attrs={"provenance": provenance, **trial.user_attrs},
         constraints=dict(trial.constraints),
     )
-    made.datetime_start, made.datetime_complete = trial.datetime_start, trial.datetime_complete
-    return made
+    copied.datetime_start, copied.datetime_complete = trial.datetime_start, trial.datetime_complete
+    return copied
 
 
 def _first(exc: BaseException) -> str:

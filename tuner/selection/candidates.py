@@ -476,14 +476,14 @@ def _within(
     known: Sequence[tuple[float, float]] | None = None,
 ) -> str:
     """Source text of `is_near`; empty where it holds for all sizes within the `known` bounds."""
-    found = []
+    conditions = []
     for place, ((low, high), size) in enumerate(zip(bounds, sizes, strict=True)):
         lowest, highest = (None, None) if known is None else known[place]
         above = f" <= {high}" if high not in (highest, math.inf) else ""
         sides = f"{low} <= " if low != lowest else "", above
         if any(sides):
-            found.append(f"{sides[0]}{size}{sides[1]}")
-    return " and ".join(found)
+            conditions.append(f"{sides[0]}{size}{sides[1]}")
+    return " and ".join(conditions)
 
 
 def pytorchs_choice(kernels: Collection[str]) -> str:

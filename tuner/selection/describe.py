@@ -88,17 +88,19 @@ def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[
         gpu: GPU that they hold for.
         pass_name: `Entry.pass_name` of the ranking.
     """
-    found = []
+    remarks = []
     if provenance is Provenance.REPLAYED:
-        found.append(f"REPLAYED from a recorded sweep: measured on {gpu.name}, not on this machine")
+        remarks.append(
+            f"REPLAYED from a recorded sweep: measured on {gpu.name}, not on this machine"
+        )
     if provenance is Provenance.PREDICTED:
-        found.append(f"PREDICTED for {gpu.name}: estimates, nothing was measured")
+        remarks.append(f"PREDICTED for {gpu.name}: estimates, nothing was measured")
     if pass_name == "quick":
         is_measured = provenance is Provenance.MEASURED
         why = "the recorded final pass has none of these own kernels"
         why = "the time limit left no final pass" if is_measured else why
-        found.append(f"QUICK PASS: {why}; all times are of the quick pass")
-    return found
+        remarks.append(f"QUICK PASS: {why}; all times are of the quick pass")
+    return remarks
 
 
 def where_from(entry: Entry) -> str:
@@ -151,10 +153,10 @@ def order_of(entry: Entry) -> tuple[Any, ...]:
 
 def list_text(entries: Sequence[Entry]) -> str:
     """A table for each operation, GPU, regime and provenance, in the order of `order_of`."""
-    found: dict[str, list[tuple[str, ...]]] = {}
+    by_place: dict[str, list[tuple[str, ...]]] = {}
     for entry in sorted(entries, key=order_of):
         place = f"{entry.problem.op} on {entry.gpu.name}, {entry.regime}: {where_from(entry)}"
-        found.setdefault(place, []).append(
+        by_place.setdefault(place, []).append(
             (
                 entry.problem.label(),
                 kernel_name(entry.winner),
@@ -164,7 +166,8 @@ def list_text(entries: Sequence[Entry]) -> str:
         )
     heading = ("shape", "serves", "us", "own speed")
     return "\n\n".join(
-        f"{place}\n{table([heading, *rows], right=frozenset({2}))}" for place, rows in found.items()
+        f"{place}\n{table([heading, *rows], right=frozenset({2}))}"
+        for place, rows in by_place.items()
     )
 
 

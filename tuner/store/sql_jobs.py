@@ -145,15 +145,15 @@ class Jobs:
         rows = self._typed(connection, query, _J)
         counts = sa.select(_T.c.job_id, _T.c.state, sa.func.count()).select_from(_T.join(_J))
         counts = counts.where(wanted).group_by(_T.c.job_id, _T.c.state)
-        found: dict[str, dict[str, int]] = {}
+        by_job: dict[str, dict[str, int]] = {}
         for job, state, count in connection.execute(counts):
-            found.setdefault(job, {})[state] = count
+            by_job.setdefault(job, {})[state] = count
         names = ("id", "priority", "attempts", "created_at")
         with decoding(self._where):
             return [
                 JobRecord(
                     options=as_object(row["options"]),
-                    counts=found.get(row["id"], {}),
+                    counts=by_job.get(row["id"], {}),
                     **{name: row[name] for name in names},
                 )
                 for row in rows

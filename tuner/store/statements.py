@@ -140,8 +140,8 @@ def ensure(
     connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """The id of the row with this unique key, and whether it was inserted just now."""
-    found = connection.scalar(_id_of(table, tuple(key)), key)
-    return (found, False) if found is not None else _add(connection, table, key, values)
+    row_id = connection.scalar(_id_of(table, tuple(key)), key)
+    return (row_id, False) if row_id is not None else _add(connection, table, key, values)
 
 
 def _add(
@@ -156,10 +156,10 @@ def _add(
     except IntegrityError:
         # On a server another writer may have inserted it meanwhile.
         is_alone = connection.dialect.name == "sqlite"
-        found = None if is_alone else connection.scalar(_id_of(table, tuple(key)), key)
-        if found is None:
+        row_id = None if is_alone else connection.scalar(_id_of(table, tuple(key)), key)
+        if row_id is None:
             raise
-        return found, False
+        return row_id, False
 
 
 def _attempt(connection: sa.Connection) -> AbstractContextManager[Any]:

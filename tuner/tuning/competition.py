@@ -308,11 +308,11 @@ class Competition:
 
     def seen(self, problem: Problem | None = None) -> list[Measurement]:
         """Every quick measurement that the searches have, of one problem or of all."""
-        wanted = problem.key if problem is not None else None
+        only = problem.key if problem is not None else None
         return [
             m
             for (key, _), member in self.members.items()
-            if wanted in (None, key)
+            if only in (None, key)
             for m in member.seen.values()
         ]
 

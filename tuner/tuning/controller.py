@@ -414,9 +414,9 @@ class _Leases:
 
     def keep(self, lease: Lease | None) -> None:
         """Extend only this lease from now on."""
-        for held in list(self._progress):
-            if held != lease:
-                self.remove(held)
+        for registered in list(self._progress):
+            if registered != lease:
+                self.remove(registered)
 
     def report(self, lease: Lease, progress: Mapping[str, Any]) -> None:
         """Progress of a task for the next extension."""

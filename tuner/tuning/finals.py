@@ -178,11 +178,11 @@ class FinalPass:
         configs = [m.config for m in timed]
         with self.budget.part("provisional decisions"):
             finals = self._retime(configs, brief_rounds(_times(timed)))
-            found = [m for m in finals if m.ok and m.is_final]
+            passing = [m for m in finals if m.ok and m.is_final]
         self.budget.pass_s = self.budget.now() - began
-        if not any(m.config == configs[0] for m in found):
+        if not any(m.config == configs[0] for m in passing):
             return
-        flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
+        flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(passing)]
         self.provided = flagged
         self.decide(flagged)
         spent_s = self._tell(flagged[0], PROVISIONAL)

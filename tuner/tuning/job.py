@@ -223,21 +223,21 @@ class Job:
         if self._interruption.requested:
             result.interrupted = True
             return
-        made: list[Runner] = []
+        own_runners: list[Runner] = []
 
         def apart(problem: Problem, regime: Regime) -> Runner:
-            if not made:
-                made.append(runners.apart(problem, regime))
+            if not own_runners:
+                own_runners.append(runners.apart(problem, regime))
                 with self._lock:
-                    self._beside.append(made[0])
-            return made[0]
+                    self._beside.append(own_runners[0])
+            return own_runners[0]
 
         try:
             self._sweep(problem, apart, result)
         finally:
             with self._lock:
-                self._beside = [runner for runner in self._beside if runner not in made]
-            for runner in made:
+                self._beside = [runner for runner in self._beside if runner not in own_runners]
+            for runner in own_runners:
                 runner.close()
 
     def _sweep(

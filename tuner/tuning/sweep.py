@@ -137,8 +137,8 @@ class Sweep:
                 self.runner.prefetch(sub, competition.stage_search(sub).first_groups())
         search = competition.plain_search()
         groups = search.first_groups()
-        others = [group for group in groups if not competition.are_alike(group[0], leader)]
-        self.runner.prefetch(self.problem, [*first, *others][: max(1, len(groups))])
+        unlike = [group for group in groups if not competition.are_alike(group[0], leader)]
+        self.runner.prefetch(self.problem, [*first, *unlike][: max(1, len(groups))])
 
     def run(
         self, on_drained: Callable[[], None] | None = None, began: float | None = None

@@ -45,8 +45,8 @@ def smem_bytes(config: Config) -> int:
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     warps = INSTRUCTION_WARPS * min(2, tile_m // INSTRUCTION_ROWS)
     boxes = int(config.get("store_buffers", 0)) * warps * BOX_BYTES
-    held = 4 * tile_m * tile_n if "serial_parts" in config.params else 0
-    return int(config["stages"]) * stage_bytes(config) + max(boxes, held)
+    partial_bytes = 4 * tile_m * tile_n if "serial_parts" in config.params else 0
+    return int(config["stages"]) * stage_bytes(config) + max(boxes, partial_bytes)
 
 
 def deepened(config: Config) -> Config:

@@ -276,10 +276,10 @@ def _visits(
     """K/V tiles of one split of one block, which covers `rows` queries of each of its heads: the
     most and the mean, of at most 64 blocks, evenly spread, the last one among them.
     """
-    found = []
+    visits_of_split = []
     for tile in range(tiles - 1, -1, -max(1, tiles // 64)):
         keys = problem.keys_of(tile * rows, (tile + 1) * rows - 1)
         # A window may have passed the last one.
         visits = ceil(keys.stop / tile_n) - keys.start // tile_n if keys else 0
-        found.append(ceil(visits / splits))
-    return max(found), sum(found) / len(found)
+        visits_of_split.append(ceil(visits / splits))
+    return max(visits_of_split), sum(visits_of_split) / len(visits_of_split)

@@ -56,14 +56,14 @@ def conflicts(problem: GemmProblem, config: Config, optional: Collection[str]) -
 
 def _presence_violations(config: Config, optional: Collection[str]) -> list[str]:
     """Violations: parameters that are present and do not apply, or that apply and are absent."""
-    found, params = [], config.params
+    reasons, params = [], config.params
     for name in optional:
         if name in params:
             if not applies(name, params):
-                found.append(f"parameter {name} does not apply")
+                reasons.append(f"parameter {name} does not apply")
         elif name not in ("stages", "pdl") and applies(name, params):
-            found.append(f"parameter {name} is missing")
-    return sorted(found)
+            reasons.append(f"parameter {name} is missing")
+    return sorted(reasons)
 
 
 def applies(name: str, params: Mapping[str, Value]) -> bool:

@@ -384,9 +384,9 @@ def stream_of(device: Any) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def _sentence(kernel: str, exc: BaseException, said: Sequence[str]) -> str:
+def _sentence(kernel: str, exc: BaseException, messages: Sequence[str]) -> str:
     """One line: the error, and the reasons that torch gives as warnings."""
-    texts = [str(exc) or type(exc).__name__, *said]
+    texts = [str(exc) or type(exc).__name__, *messages]
     lines = [text.partition("(Triggered internally")[0].strip() for text in texts]
     distinct = dict.fromkeys(_beginning(line) for line in lines if line)
     return f"{kernel} refuses: {'; '.join(distinct)}"[:1000]

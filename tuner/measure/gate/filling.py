@@ -216,7 +216,7 @@ def _plant_factors(kernels: Kernels, buffers: Buffers, problem: GemmProblem, see
     _, _, scale_a, scale_b, _ = problem.operands
     (blocks, _), (columns, _) = scale_a.shape, scale_b.shape
     rows = border_columns(problem.m, seed)
-    for operand, strides, chosen in (
+    for operand, strides, places in (
         (scale_a, scale_a.strides, rows),
         (scale_b, scale_b.strides[::-1], [columns - 1]),
     ):
@@ -226,10 +226,10 @@ def _plant_factors(kernels: Kernels, buffers: Buffers, problem: GemmProblem, see
             {
                 **{"dtype": DTYPES[operand.dtype], "batch": 1, "rows": blocks},
                 **matrix_strides({"a": (operand.elements, *strides)}),
-                "count": len(chosen),
+                "count": len(places),
             },
             {"factor": SMALL_FACTOR},
-            chosen,
+            places,
         )
 
 

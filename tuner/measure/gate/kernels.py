@@ -191,9 +191,9 @@ class Buffers:
     @property
     def sources(self) -> dict[str, int]:
         """Device address of each operand as the reference reads it."""
-        found = {**self.pointers, **{name: rows.pointer for name, rows in self.rows.items()}}
+        pointers = {**self.pointers, **{name: rows.pointer for name, rows in self.rows.items()}}
         shared = (("value", "key"), ("descale_v", "descale_k"))  # where a tensor stands for both
-        return {**{name: found[of] for name, of in shared if of in found}, **found}
+        return {**{name: pointers[of] for name, of in shared if of in pointers}, **pointers}
 
     @property
     def inputs(self) -> list[Operand]:

@@ -96,7 +96,7 @@ def _builds(files: Sequence[Path]) -> dict[str, str]:
     Raises:
         ConfigError: when two files name unlike builds, or a heading cannot be read.
     """
-    found: dict[str, str] = {}
+    by_peer: dict[str, str] = {}
     for path in files:
         try:
             head = document.parse(text_of(path).partition("\n")[0])
@@ -104,6 +104,6 @@ def _builds(files: Sequence[Path]) -> dict[str, str]:
         except (ValueError, TypeError, KeyError) as exc:
             raise ConfigError(f"{path} has no heading of a bench: {exc!r}") from exc
         for word, build in builds.items():
-            if found.setdefault(word, build) != build:
-                raise ConfigError(f"{path} times {word} of {build}, another file {found[word]}")
-    return found
+            if by_peer.setdefault(word, build) != build:
+                raise ConfigError(f"{path} times {word} of {build}, another file {by_peer[word]}")
+    return by_peer

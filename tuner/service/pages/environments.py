@@ -122,14 +122,14 @@ def sides(store: Store, a: Known, b: Known, *, is_relative: bool) -> Sides:
 @lru_cache(1)
 def _sides(store: Store, version: int, a: str, b: str, is_relative: bool) -> Sides:
     before, after = (entries_in(store, digest) for digest in (a, b))
-    found = compare(before, after, is_relative=is_relative)
+    comparison = compare(before, after, is_relative=is_relative)
     order = (Change.SLOWER, Change.FASTER, Change.SAME)
-    changes = {id(pair): pair.change(pair.served) for pair in found.pairs}
+    changes = {id(pair): pair.change(pair.served) for pair in comparison.pairs}
     pairs = sorted(
-        found.pairs,
+        comparison.pairs,
         key=lambda pair: (
             order.index(changes[id(pair)]),
             -abs(math.log(pair.ratio(pair.served))),
         ),
     )
-    return Sides(found, pairs, {change: [*changes.values()].count(change) for change in order})
+    return Sides(comparison, pairs, {change: [*changes.values()].count(change) for change in order})

@@ -122,11 +122,11 @@ def _add_cache(app: FastAPI, served: ServedDecisions) -> None:
         first: First = 0,
     ) -> Response:
         only = Filter(op, gpu, str(provenance), standing)
-        found = find_entries(served.table, q, order=order, first=first, only=only)
+        matching = find_entries(served.table, q, order=order, first=first, only=only)
         query = {"q": q, **asdict(only)}
-        pages = _neighbours("/cache", found.first, ROWS, found.total, **query, order=order)
+        pages = _neighbours("/cache", matching.first, ROWS, matching.total, **query, order=order)
         values = {
-            "found": found,
+            "found": matching,
             "known": len(served.table.entries),
             "query": query,
             "order": order,

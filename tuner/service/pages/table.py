@@ -87,11 +87,9 @@ def find_entries(
         first: number of entries to skip.
         only: further conditions.
     """
-    wanted = words.casefold().split()
+    terms = words.casefold().split()
     rows = [
-        entry
-        for text, entry in _texts(table)
-        if all(w in text for w in wanted) and only.lets(entry)
+        entry for text, entry in _texts(table) if all(w in text for w in terms) and only.lets(entry)
     ]
     name = order.removeprefix("-")
     if name in _KEYS:
