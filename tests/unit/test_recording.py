@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,11 +126,22 @@ class TestArchive:
         assert recording_archive.pack(tmp_path) == {archive: 1}
         assert [path.name for path in tmp_path.iterdir()] == ["attention.zip"]
         (source,) = recording_archive.sources(tmp_path)
-        assert (source.name, source.read_bytes()) == (self.NAME, content)
+        assert (source.name, source.read_bytes()) == (self.NAME, gzip.decompress(content))
         assert recording_archive.named(tmp_path, self.NAME) is not None
         assert recording_archive.named(tmp_path, f"other{recording.SUFFIX}") is None
         assert recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == WHOLE
         assert recording_archive.find(PROBLEM, GPUS["H100-PCIe"], REGIME, [tmp_path]) is None
+
+    def test_a_former_archive_of_single_files_is_read_and_packed_anew(self, tmp_path: Path) -> None:
+        recording.write(tmp_path / "single" / self.NAME, WHOLE)
+        later = self.NAME.replace(recording.SUFFIX, f"_2{recording.SUFFIX}")
+        with zipfile.ZipFile(tmp_path / "attention.zip", "w") as former:
+            former.write(tmp_path / "single" / self.NAME, self.NAME)
+        assert recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == WHOLE
+        recording.write(tmp_path / later, WHOLE)
+        assert recording_archive.pack(tmp_path) == {tmp_path / "attention.zip": 2}
+        sources = recording_archive.sources(tmp_path)
+        assert [recording.read(source) for source in sources] == [WHOLE, WHOLE]
 
     def test_a_new_file_replaces_its_member(self, tmp_path: Path) -> None:
         recording.write(tmp_path / self.NAME, WHOLE)
@@ -173,7 +185,7 @@ class TestArchive:
         content = bytearray(archive.read_bytes())
         content[len(content) // 2] ^= 0xFF
         archive.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"attention\.zip.* cannot be read: Bad CRC-32"):
+        with pytest.raises(ConfigError, match=r"attention\.zip.* cannot be read: Corrupt input data"):
             recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
 
 

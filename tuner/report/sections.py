@@ -350,7 +350,7 @@ def _scaling(subject: ReportSubject) -> Iterable[Section]:
             text = (
                 f"Not drawn: it takes {MIN_LENGTHS} problems, tuned or benched, that differ in "
                 f"their sequence length only (known: {lengths}). `tuner sweep` of other lengths, "
-                "the rest as here, adds them, with memory and with where one kernel overtakes another."
+                "the rest as here, adds them, with memory and with where one overtakes another."
             )
             yield Section("scaling", "Sequence length", [text])
         return

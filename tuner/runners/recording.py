@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,29 @@ if TYPE_CHECKING:
 FORMAT = "cutlass-tuner recording"
 VERSION = 1
 SUFFIX = ".json.gz"
-Source = Path | zipfile.Path
-"""A recording's file, or a member of an archive."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A recording in a block of an archive."""
+
+    archive: Path
+    name: str
+    block: Callable[[], Sequence[bytes]]
+    """Reads the documents of the block."""
+    place: int
+    """Position in the block."""
+
+    def __str__(self) -> str:
+        return f"{self.archive}/{self.name}"
+
+    def read_bytes(self) -> bytes:
+        """The document's text."""
+        return self.block()[self.place]
+
+
+Source = Path | zipfile.Path | Member
+"""A recording's file, or a member of an archive: of its blocks, or a file of former archives."""
 LOG_CHARACTERS = 400
 """Length of a failure's log. Its end is kept, which has the compiler's or CUDA's reason."""
 ROW = (
@@ -178,11 +200,11 @@ def read_document(path: Source) -> dict[str, Any]:
     """
     try:
         content = path.read_bytes()
-    except (OSError, zipfile.BadZipFile) as exc:
+    except (OSError, zipfile.BadZipFile, lzma.LZMAError, EOFError, IndexError) as exc:
         reason = getattr(exc, "strerror", None) or exc
         raise ConfigError(f"recording {path} cannot be read: {reason}") from exc
     try:
-        data = document.parse(gzip.decompress(content))
+        data = document.parse(content if isinstance(path, Member) else gzip.decompress(content))
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as exc:
         raise ConfigError(f"recording {path} is damaged: {exc}") from exc
     if not isinstance(data, dict) or data.get("format") != FORMAT:
