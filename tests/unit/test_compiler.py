@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,21 @@ AVAILABLE_BYTES = compiler.available_bytes
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return faked(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def idle(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Compiler]]:
+    """Makes compilers whose threads take no unit."""
+    compilers: list[Compiler] = []
+
+    def make(**options: Any) -> Compiler:
+        compilers.append(fake.compiler(**options))
+        monkeypatch.setattr(compilers[-1], "_wake", lambda times: None)
+        return compilers[-1]
+
+    yield make
+    for made in compilers:
+        made.close(cancel=True)
 
 
 def taken(made: Compiler) -> Sequence[KernelJob]:
@@ -64,41 +79,37 @@ def together(count: int) -> list[KernelSpec]:
     return [replace(spec, together=3) for spec in specs(count)]
 
 
-def test_kernels_that_share_most_are_built_together_where_cores_are_idle(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = fake.compiler(jobs=64)
-    monkeypatch.setattr(made, "_wake", lambda times: None)
-    made.submit(together(8))
-    taken = [made._take() for _ in range(4)]
-    assert [len(unit.jobs) for unit in taken if unit] == [3, 3, 2]
-    made.close(cancel=True)
-
-
 @pytest.mark.parametrize(
-    ("jobs", "count", "expected"),
+    ("jobs", "kernels", "owner", "expected"),
     [
-        (8, 4, [1, 1, 1, 1]), (8, 3, [1, 1, 1]), (4, 4, [2, 2]), (4, 8, [4, 4]), (6, 5, [2, 2, 1]),
-        (16, 12, [2, 2, 2, 2, 1, 1, 1, 1]), (2, 4, [4]), (1, 4, [4]),
+        *((jobs, specs(count), None, expected) for jobs, count, expected in (
+            (8, 4, [1, 1, 1, 1]), (8, 3, [1, 1, 1]), (4, 4, [2, 2]), (4, 8, [4, 4]),
+            (6, 5, [2, 2, 1]), (16, 12, [2, 2, 2, 2, 1, 1, 1, 1]), (2, 4, [4]), (1, 4, [4]),
+        )),
+        (64, together(8), None, [3, 3, 2]),
+        *((jobs, together(count), "a sweep", expected) for jobs, count, expected in (
+            (16, 13, [1, 3, 3, 3, 3]), (16, 21, [1, 3, 3, 3, 3, 3, 3, 2]), (16, 22, [3] * 7 + [1]),
+            (2, 4, [4]), (4, 3, [1, 2]), (4, 4, [3, 1]),
+        )),
     ],
 )  # fmt: skip
-def test_few_kernels_are_spread_over_pairs_of_cores(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int, expected: list[int]
+def test_kernels_are_spread_over_the_cores(
+    idle: Callable[..., Compiler],
+    jobs: int,
+    kernels: list[KernelSpec],
+    owner: str | None,
+    expected: list[int],
 ) -> None:
-    made = fake.compiler(jobs=jobs)
-    monkeypatch.setattr(made, "_wake", lambda times: None)
-    made.submit(specs(count))
-    taken = [made._take() for _ in range(jobs)]  # as `jobs` threads would
-    assert [len(unit.jobs) for unit in taken if unit] == expected
-    assert made._take() is None
-    made.close(cancel=True)
+    """Over pairs of cores; those that share most together, and the first of a sweep alone."""
+    made = idle(jobs=jobs)
+    made.submit(kernels, owner)
+    units = [made._take() for _ in range(jobs)]  # as `jobs` threads would
+    assert [len(unit.jobs) for unit in units if unit] == expected
+    assert owner or made._take() is None
 
 
-def test_a_core_that_becomes_free_takes_a_full_unit(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = fake.compiler(jobs=2)
-    monkeypatch.setattr(made, "_wake", lambda times: None)
+def test_a_core_that_becomes_free_takes_a_full_unit(idle: Callable[..., Compiler]) -> None:
+    made = idle(jobs=2)
     for one in specs(17):
         made.submit([one])
     made._take(), made._take()
@@ -107,14 +118,12 @@ def test_a_core_that_becomes_free_takes_a_full_unit(
     made.submit([spec(n) for n in range(20, 30)])
     made._units.pop()
     assert len(taken(made)) == 8
-    made.close(cancel=True)
 
 
 def test_a_unit_holds_the_oldest_kernel_and_those_most_like_it(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    idle: Callable[..., Compiler],
 ) -> None:
-    made = fake.compiler(jobs=1, batch=3)
-    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made = idle(jobs=1, batch=3)
     made.submit(
         [
             KernelSpec("a.cu.j2", {"tile": tile, "stages": stages, "n": n})
@@ -124,12 +133,9 @@ def test_a_unit_holds_the_oldest_kernel_and_those_most_like_it(
     assert [job.spec.variables["n"] for job in taken(made)] == [0, 4, 2]
     made._units.pop()
     assert [job.spec.variables["n"] for job in taken(made)] == [1, 3]
-    made.close(cancel=True)
 
 
-def test_kernels_of_equal_instances_share_a_unit(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_equal_instances_share_a_unit(idle: Callable[..., Compiler]) -> None:
     """Equal tiles count more than two other equal variables."""
     wanted = [
         KernelSpec("a.cu.j2", {"n": n, "tile": tile, "mask": mask, "early": mask},
@@ -140,11 +146,9 @@ def test_kernels_of_equal_instances_share_a_unit(
         [1, 3],
         [0, 2],
     ]
-    made = fake.compiler(jobs=1, batch=2)
-    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made = idle(jobs=1, batch=2)
     made.submit(wanted)
     assert [job.spec.variables["n"] for job in taken(made)] == [0, 2]
-    made.close(cancel=True)
 
 
 def test_a_unit_holds_few_unlike_kernels() -> None:
@@ -482,11 +486,17 @@ def test_steps_end_at_the_first_that_fails_and_count_together(fake: Fake) -> Non
     assert (last, done.returncode, done.log) == (say, 0, "said\nsaid\n")
 
 
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Priorities that processes were given."""
+    priorities: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda which, pid, nice: priorities.append(nice))
+    return priorities
+
+
 def test_the_reference_is_compiled_before_others(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, given: list[int]
 ) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(os, "setpriority", lambda which, pid, nice: given.append(nice))
     with fake.compiler(jobs=1) as made:
         made.submit(specs(1))[0][1].result()
     usual = set(given)
@@ -509,10 +519,8 @@ def test_the_reference_is_optimised_by_several_threads(
 
 
 def test_the_first_kernel_of_a_submitter_is_compiled_before_others(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fake: Fake, given: list[int]
 ) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(os, "setpriority", lambda which, pid, nice: given.append(nice))
     with fake.compiler(jobs=1) as made:
 
         def is_urgent(number: int, owner: str | None) -> bool:
@@ -524,16 +532,14 @@ def test_the_first_kernel_of_a_submitter_is_compiled_before_others(
         assert [is_urgent(3, "two"), is_urgent(4, None)] == [True, False]
 
 
-def test_a_released_submitter_is_forgotten(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = fake.compiler(jobs=1)
-    monkeypatch.setattr(made, "_wake", lambda times: None)
+def test_a_released_submitter_is_forgotten(idle: Callable[..., Compiler]) -> None:
+    made = idle(jobs=1)
     for owner in range(5):
         made.submit([spec(owner)], owner)
         made.release(owner)
     assert not made._served
     made.submit([spec(7), spec(8)], 0)
     assert [job.is_first for job in made._pending] == [True, False]
-    made.close(cancel=True)
 
 
 def test_a_cached_kernel_is_a_submitter_s_first(
@@ -545,22 +551,6 @@ def test_a_cached_kernel_is_a_submitter_s_first(
     made.submit([spec(1), spec(2)], "one")
     made.submit([spec(3), spec(4)], "two")
     assert [job.is_first for job in made._pending] == [False, True, False]
-    made.close(cancel=True)
-
-
-@pytest.mark.parametrize(
-    ("jobs", "count", "expected"),
-    [(16, 13, [1, 3, 3, 3, 3]), (16, 21, [1, 3, 3, 3, 3, 3, 3, 2]), (16, 22, [3] * 7 + [1]),
-     (2, 4, [4]), (4, 3, [1, 2]), (4, 4, [3, 1])],
-)  # fmt: skip
-def test_the_first_kernel_is_alone_where_the_others_have_cores(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int, expected: list[int]
-) -> None:
-    made = fake.compiler(jobs=jobs)
-    monkeypatch.setattr(made, "_wake", lambda times: None)
-    made.submit(together(count), "a sweep")
-    taken = [made._take() for _ in range(jobs)]
-    assert [len(unit.jobs) for unit in taken if unit] == expected
     made.close(cancel=True)
 
 

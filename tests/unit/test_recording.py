@@ -185,7 +185,9 @@ class TestArchive:
         content = bytearray(archive.read_bytes())
         content[len(content) // 2] ^= 0xFF
         archive.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"attention\.zip.* cannot be read: Corrupt input data"):
+        with pytest.raises(
+            ConfigError, match=r"attention\.zip.* cannot be read: Corrupt input data"
+        ):
             recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
 
 

@@ -18,11 +18,11 @@ from tuner.compile.artifacts import Artifact
 from tuner.errors import NoValidConfigError, TunerError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
-from tuner.store import Store
 
 if TYPE_CHECKING:
     from tuner.compile.compiler import Compiler
     from tuner.selection.answering import Answering, AnswerRow
+    from tuner.store import Store
     from tuner.tuning.built import BuiltKernels
 
 

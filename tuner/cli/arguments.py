@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.errors import ConfigError
@@ -13,7 +13,9 @@ from tuner.hardware import Gpu
 from tuner.measurement import LAUNCHES, Regime, launch_named
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.reader import find_gpu
-from tuner.store import Store
+
+if TYPE_CHECKING:
+    from tuner.store import Store
 
 OF_LIST = "operation of the shape (default attention); of a list only its problems"
 

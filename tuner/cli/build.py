@@ -27,12 +27,13 @@ from tuner.measurement import Measurement, Provenance
 from tuner.problem import PROBLEMS, AttentionProblem, GroupedGemmProblem, Problem
 from tuner.selection import describe
 from tuner.selection.shipped import in_use, with_shipped
-from tuner.store import Entry, Store, open_store
+from tuner.store import Entry, open_store
 from tuner.store.entry import is_vendor
 
 if TYPE_CHECKING:
     from tuner.compile.compiler import Compiler
     from tuner.problem.steps import ModelStep
+    from tuner.store import Store
 
 
 _NOTICE_AFTER_S = 1.0

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base import output, resources
@@ -41,9 +41,12 @@ from tuner.selection.reader import (
     shipped,
     with_shipped,
 )
-from tuner.store import ImportReport, Store, open_store
+from tuner.store import open_store
 from tuner.store.entry import is_vendor, vendor_name
 from tuner.store.reading import sqlite_file
+
+if TYPE_CHECKING:
+    from tuner.store import ImportReport, Store
 
 _MIN_DIGEST = 4
 """Minimum length of a digest's prefix that identifies a config."""

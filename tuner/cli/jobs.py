@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.cli.arguments import OF_LIST, add_op, add_result
 from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
 from tuner.errors import ConfigError
 from tuner.selection.describe import counted, microseconds, table
-from tuner.store import Store, open_store
+from tuner.store import open_store
 from tuner.store.jobs import JobRecord, Task, result_text
+
+if TYPE_CHECKING:
+    from tuner.store import Store
 
 FOLLOW_S = 0.5
 """Seconds between two polls for new events."""

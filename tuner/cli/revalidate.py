@@ -20,12 +20,13 @@ from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.describe import against_fastest, microseconds, short_name
 from tuner.selection.reader import differences
-from tuner.store import Entry, Store, open_store
+from tuner.store import Entry, open_store
 from tuner.store.entry import ratios_json
 
 if TYPE_CHECKING:
     from tuner.runners.base import Runner
     from tuner.runners.choose import Runners
+    from tuner.store import Store
     from tuner.tuning.revalidate import Revalidation
 
     Work = Callable[[Entry, Runner, Store], dict[str, Any]]

@@ -20,10 +20,11 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.shipped import with_shipped
-from tuner.store import Store, open_store
+from tuner.store import open_store
 
 if TYPE_CHECKING:
     from tuner.runners.choose import ClusterPlace, Machine
+    from tuner.store import Store
     from tuner.tuning.job import JobOptions, JobResult
     from tuner.tuning.progress import Interruption
 

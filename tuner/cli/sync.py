@@ -7,12 +7,15 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.cli.arguments import add_result, within
 from tuner.cli.entries import unservable
 from tuner.errors import ConfigError, StoreError
-from tuner.store import ImportReport, open_store
+from tuner.store import open_store
+
+if TYPE_CHECKING:
+    from tuner.store import ImportReport
 
 DESCRIPTION = """Pulls the decisions of a service (`tuner serve`) into the local store, where lookup
 and the runtime find them offline. Later pulls replace changed decisions and drop withdrawn ones.

@@ -1,7 +1,7 @@
 """Recordings of a folder: single files, and archives of one operation each.
 
 Recordings that ship lie in ``cache/recordings/OP.zip``. Its member `INDEX` lists the names of the
-recordings in each block, ``0.jsonl`` and so on; a block has a document in each line, and is
+recordings in each block, ``0.jsonl`` and so on. A block has a document in each line, and is
 compressed as a whole. The members of former archives are single files. A file in the folder
 replaces a recording of its name until `pack` moves it into the archive.
 """
