@@ -201,8 +201,8 @@ class Vllm:
         layers = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
         kinds = {type(one.impl).__qualname__ for one in layers.values() if hasattr(one, "impl")}
         facts = {"version": str(vllm.__version__), "attention": ", ".join(sorted(kinds))}
-        facts["import_s"] = round(start - begun, 1)
-        return {**facts, "ready_s": ready_s, **stats_of()}
+        seconds = {"import_s": round(start - begun, 1), "ready_s": ready_s}
+        return {**facts, **seconds, **stats_of()}
 
     def options(self) -> dict[str, Any]:
         """Arguments of ``LLM``, the same for all ways. The cache holds what the requests need, and

@@ -180,11 +180,11 @@ def _last_replayed() -> Iterator[list[Any]]:
         graphs[:] = [graph]
         replay(graph)
 
-    torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = noted
     try:
         yield graphs
     finally:
-        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = replay
 
 
 def parting(told: dict[str, Any], own: dict[str, Any]) -> tuple[int, float]:
