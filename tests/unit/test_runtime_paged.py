@@ -252,14 +252,17 @@ def test_a_kernel_is_selected_for_the_mean_of_the_queries() -> None:
     assert posed([1] * 9) == 1
 
 
-def test_lengths_that_only_the_device_knows_are_a_kind(served: SimpleNamespace, paged: Any) -> None:
-    """A captured graph's, of several sequences; one that is alone is as long as the call says."""
+def test_unlike_lengths_are_a_kind(served: SimpleNamespace, paged: Any) -> None:
+    """Several sequences of a captured graph are, which only the device knows; one that is alone is
+    as long as the call says.
+    """
     given = batch(torch.float16)
     paged(**given)
     paged(**given, total_seqlen_k=sum(KEYS))
+    paged(**given, max_seqlen_k=max(KEYS), total_seqlen_k=len(KEYS) * max(KEYS))
     alone = {"seqused_k": given["seqused_k"][:1], "page_table": given["page_table"][:1]}
     paged(**{**given, **alone, "cu_seqlens_q": torch.tensor([0, sum(QUERIES)]).int()})
-    assert [kind[-1] for kind, _ in served.posed] == [True, False, False]
+    assert [kind[-1] for kind, _ in served.posed] == [True, True, False, False]
 
 
 def test_calls_of_like_sizes_are_of_one_kind(served: SimpleNamespace, paged: Any) -> None:

@@ -530,6 +530,11 @@ def test_a_proven_kernel_serves_a_paged_cache(
     lengths = torch.full((many,), 700, dtype=torch.int32)
     runtime.paged_attention(query[:1].repeat(many, 1, 1), *cache, long, lengths)
     assert selected[0]["stream_k"], "where only the device knows the lengths"
+    assert (selected[0]["splits"], selected[0]["persistent"]) == (1, False)
+    selected.clear()
+    known = {"max_seqlen_k": 700, "total_seqlen_k": many * 700}
+    runtime.paged_attention(query[:1].repeat(many, 1, 1), *cache, long, lengths, **known)
+    assert "stream_k" not in selected[0].params, "of alike lengths"
     selected.clear()
     runtime.paged_attention(query, *cache, long[:batch], lengths[:batch])
     assert "stream_k" not in selected[0].params, "of few sequences"

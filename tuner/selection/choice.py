@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tuner.config import Config
@@ -32,8 +32,11 @@ PADDED_HEADS = 8, 16, 32
 #: November 2026).
 HALF_EMPTY = 1.5
 #: Time of a kernel whose blocks take equal parts of all keys over the best of the others, for at
-#: least so many sequences of so many keys at most, whose lengths only the device knows.
-STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS = 0.9, 16, 32768
+#: least so many sequences of so many keys at most, of unlike lengths.
+STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS = 0.8, 64, 32768
+#: Time of a kernel whose blocks take counted parts of a sequence's keys over the same kernel's with
+#: equally many splits of all, for at least so many tiles of rows and so many keys.
+COUNTED, MIN_COUNTED_TILES, MIN_COUNTED_KEYS = 0.9, 48, 1024
 VENDOR_MARGIN = 0.25
 """Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
 
@@ -214,8 +217,8 @@ def _decoding_pages(
     - Tall tiles of padded heads that would fit half of them are slower (`HALF_EMPTY`).
     - Persistent kernels split no keys. At 109 batches of 2 to 8 queries they took 3.2 times the
       others' time in the geometric mean, and at least 1.05 times.
-    - Blocks that take equal parts of all keys (`STREAMED`) are for lengths that only the device
-      knows.
+    - Blocks that take equal parts of all keys (`STREAMED`), or counted parts of a sequence's
+      (`COUNTED`), are for unlike lengths.
 
     Source: ``tests/assets/fits/paged.jsonl.gz``.
     """
@@ -238,11 +241,29 @@ def _decoding_pages(
             streaming.append(place)
         else:
             found.append((cautious_us * factors[place], us * factors[place], place, splits))
+    if not (problem.is_varlen and found):
+        return found
     is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS
-    if problem.is_varlen and is_long and found:
-        cautious_us, us, *_ = min(found)
-        found += [(cautious_us * STREAMED, us * STREAMED, place, 1) for place in streaming]
+    by_form: dict[Hashable, Estimate] = {}
+    for one in sorted(found, reverse=True):
+        by_form[_form(candidates[one[2]].config)] = one
+    for place in streaming:
+        config = candidates[place].config
+        if config["persistent"]:
+            base, part = (min(found), STREAMED) if is_long else (None, 0.0)
+        else:
+            tiles = problem.batch * problem.heads_kv
+            is_shared = tiles >= MIN_COUNTED_TILES and problem.seqlen_kv >= MIN_COUNTED_KEYS
+            base, part = (by_form.get(_form(config)) if is_shared else None), COUNTED
+        if base is not None:
+            found.append((base[0] * part, base[1] * part, place, 1))
     return found
+
+
+def _form(config: Config) -> Hashable:
+    """Parameters of a kernel but for those of how blocks share keys."""
+    shared = "stream_k", "splits", "combine"
+    return frozenset((name, v) for name, v in config.params.items() if name not in shared)
 
 
 def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None:

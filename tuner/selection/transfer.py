@@ -74,7 +74,8 @@ class Transfer:
                 domain if is_short else domain._replace(phase="prompt")
             )  # the others are for them
             clustered = ("cluster",) if kernel["warp_groups"] == 1 else ()
-            ways = (*clustered, "kernel") if is_short and not kernel["persistent"] else ()
+            is_whole = kernel["persistent"] or "stream_k" in kernel.params
+            ways = (*clustered, "kernel") if is_short and not is_whole else ()
             for combine in (None, *ways):
                 for other in like.donors:
                     models = self.measured.get(other)

@@ -6,7 +6,7 @@ paged`). Boxes of 16 rows serve pages of every size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from tuner.config import Config, Value
@@ -33,8 +33,9 @@ _LAZY_CHUNKS = (96, 128)
 #: Head dimensions whose prompts have a kernel of three groups: of 2048 queries they take 2 to 12 %
 #: less, of 512 30 % more (an H200, 29 November 2026).
 _TALL_CHUNKS = (64,)
-#: Head dimensions with a kernel of equal parts, as far as one was timed.
-_STREAMED = (64, 128)
+#: Head dimensions with a kernel of equal parts, and with kernels of counted parts, as far as they
+#: were timed.
+_STREAMED, _COUNTED = (64, 128), (64, 96, 128, 256)
 
 
 def kernels(
@@ -72,11 +73,12 @@ def kernels(
             return four, eight, *padded, any_heads
         return (four, *padded, *both, any_heads) if phase == "few" else (four, *both)
     fours, chunks = tuple(_fours(head_dim)), tuple(_chunks(head_dim))
+    counted = tuple(_counted(head_dim, fours, padded))
     if phase == "one":
         streaming = (_streaming(head_dim),) if head_dim in _STREAMED else ()
-        return _short(head_dim, 4, _WIDE), *fours, *padded, any_heads, *streaming
+        return _short(head_dim, 4, _WIDE), *fours, *padded, any_heads, *streaming, *counted
     if phase == "few":
-        return *fours, *padded, *chunks, any_heads
+        return *fours, *padded, *chunks, any_heads, *counted
     return *fours, *chunks, *((_tall(head_dim, 4),) if head_dim in _TALL_CHUNKS else ())
 
 
@@ -146,6 +148,22 @@ def _streaming(head_dim: int) -> Config:
     that only the device knows.
     """
     return _padded(head_dim, MAX_PACKED, persistent=True, stream_k=True)
+
+
+def _counted(head_dim: int, fours: Sequence[Config], padded: Sequence[Config]) -> Iterator[Config]:
+    """Kernels whose blocks take counted parts of a sequence's keys: for unlike lengths.
+
+    Args:
+        head_dim: the instance.
+        fours: kernels of four heads.
+        padded: kernels of padded heads: the one of one query, or those of few.
+    """
+    if head_dim not in _COUNTED:
+        return
+    of_heads = fours[:1] if len(padded) == 1 and head_dim in _STREAMED else ()
+    for one in (*of_heads, *padded):
+        if len(padded) == 1 or one["packed_heads"] == MAX_PACKED // 2:
+            yield _with(one, stream_k=True)
 
 
 def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:

@@ -29,6 +29,8 @@ from tuner.runtime.call.serving import Call, find, serve
 from tuner.runtime.call.table import table
 
 _DTYPES = {**guards.DTYPES, **guards.QUANTISED}
+#: Mean over longest length above which lengths count as alike.
+ALIKE = 0.75
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,12 @@ class PagedCall(Paged, Call):
 
     @property
     def is_unlike(self) -> bool:
-        """Only the device knows the lengths of several sequences, as in a captured graph."""
-        return self.batch > 1 and self.total_kv is None
+        """Several sequences are of unlike lengths, or only the device knows them, as in a captured
+        graph.
+        """
+        mean = self.longest_kv if self.total_kv is None else self.total_kv / max(1, self.batch)
+        is_known = self.total_kv is not None and mean > ALIKE * self.longest_kv
+        return self.batch > 1 and not is_known
 
     def kind(self) -> Hashable:
         query = self.query
