@@ -150,11 +150,10 @@ class Batch:
         """A call of a paged kernel."""
         import torch
 
-        row, head, column = self.query.stride()
-        packed = (0, head, row, column)
+        query, out = ((0, t.stride(1), t.stride(0), t.stride(2)) for t in (self.query, self.out))
         cache, table = self.key.transpose(1, 2).stride(), self.tables[0]
         strides: Strides = {
-            **{"query": packed, "out": packed, "key": cache, "value": cache},
+            **{"query": query, "out": out, "key": cache, "value": cache},
             "page_table": table.stride(),
         }
         launches = FAMILY.strided_launches(self.problem, config, self.scale, strides)
