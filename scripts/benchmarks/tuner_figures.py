@@ -20,12 +20,12 @@ from tuner.config import Config
 TIE = 0.01
 """Distance of times that count as equal."""
 NEAR_TIE = 0.02
-"""Distance from the best at a neighbour that counts as as good as a choice of its own."""
+"""Distance from the best at a neighbour that counts as as good as a choice of its own there."""
 WORST = 8
 INDUCTOR = "inductor"
 HEAD = (
     *("kind", "problems", "regret", "worst", "top-1 or tie", "over peers also", "worst"),
-    *("flips", "replayed", "transfer", "worst", "within 2 %"),
+    *("flips", "replayed", "transfer", "worst", "within 2 %", "moved", "worst", "within 2 %"),
     *("kernels beside", "s", "CPU-s", "evaluations", "MiB"),
 )
 
@@ -54,8 +54,16 @@ def over_everything(row: Row) -> float | None:
 
 
 def transfers(row: Row) -> list[float]:
+    """The time of what the tuner serves over the shortest at each neighbour, less 1."""
+    return _near(row, rows.TUNER)
+
+
+def moves(row: Row) -> list[float]:
     """The time of the choice's kernel over the shortest at each neighbour, less 1."""
-    name = rows.PYTORCH if row.get("choice") is None else own_name(Config.from_json(row["choice"]))
+    return _near(row, _name(row))
+
+
+def _near(row: Row, name: str) -> list[float]:
     near = row.get("near", {}).values()
     return [us[name] / min(us.values()) - 1 for us in near if name in us]
 
@@ -178,20 +186,22 @@ def _fastest(row: Row) -> str:
 def _cells(mine: Sequence[Row]) -> list[str]:
     regrets = rows.values(mine, regret)
     peers = rows.values(mine, over_everything)
-    transfer = [value for row in mine for value in transfers(row)]
+    near = [[value for row in mine for value in of(row)] for of in (transfers, moves)]
     ties = sum(value <= TIE for value in regrets)
-    near = sum(value <= NEAR_TIE for value in transfer)
     flipped, replayed = flips(mine), replays(mine)
     return [
         *(str(len(mine)), *_mean_and_worst(regrets), f"{ties / len(regrets):.0%}"),
         *_mean_and_worst(peers),
         *(f"{count} of {all_}" if all_ else "" for count, all_ in (flipped, replayed)),
-        *_mean_and_worst(transfer),
-        f"{near} of {len(transfer)}",
+        *(cell for values in near for cell in (*_mean_and_worst(values), _near_ties(values))),
         _mean(mine, "kernels"),
         *(_mean(mine, name) for name in ("elapsed_s", "cpu_s", "evaluations")),
         f"{max((row.get('extra_mib') or 0.0) for row in mine):.0f}",
     ]
+
+
+def _near_ties(values: Sequence[float]) -> str:
+    return f"{sum(value <= NEAR_TIE for value in values)} of {len(values)}"
 
 
 def _mean_and_worst(shares: Sequence[float]) -> tuple[str, str]:

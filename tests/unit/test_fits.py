@@ -20,13 +20,19 @@ from tuner.families.fused_attention import paged_fit, paged_schedule
 from tuner.families.fused_attention_backward import fit as backward_fit
 from tuner.families.fused_attention_backward.rule import COSTS, work
 from tuner.hardware import DEFAULT_GPU, GPUS
-from tuner.problem import AttentionBackwardProblem, GemmProblem, GroupedGemmProblem
+from tuner.problem import (
+    AttentionBackwardProblem,
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+)
 from tuner.search import expectation, fits
 from tuner.search.expectation import Credit
 from tuner.search.fits import (
     FITS,
     corrections_fit,
     engines_fit,
+    kernels_fit,
     peers_fit,
     ratios_fit,
     refit,
@@ -34,7 +40,7 @@ from tuner.search.fits import (
 )
 from tuner.search.fits.corrections_fit import CORRECTIONS, TimedCall
 from tuner.search.fits.refit import Refit
-from tuner.selection.portfolio import Portfolio
+from tuner.selection.portfolio import Portfolio, serving, shipped
 
 pytest.importorskip("scipy", reason="fits need scipy")
 
@@ -264,6 +270,47 @@ class TestCorrections:
         answered = next(row for row in rows if row["answered"] == "selection")
         with pytest.raises(ConfigError, match="no call of these files"):
             corrections_fit.calls([{**answered, "answered": "measured"}], GPUS["H200"])
+
+
+class TestKernels:
+    def rows(self, slower: float) -> list[dict[str, Any]]:
+        """Calls whose first candidate takes longer than expected by a factor, the others not."""
+        portfolio = next(p for p in serving(shipped(), GPUS["H200"]) if p.op == "attention")
+        found = []
+        for heads, length in ((8, 900), (12, 1500), (16, 2100), (20, 2900), (32, 3300)):
+            problem = AttentionProblem.parse(f"H={heads},S={length},D=128,causal=1,dtype=bf16")
+            selection = portfolio.select(problem)
+            assert selection is not None
+            us = {"tuner": 1.0, "pytorch": 2.0 * selection.vendor_us}
+            for _, expected, place, splits in selection.estimates:
+                config = selection.times.config(problem, place, splits, selection.facts)
+                assert config is not None
+                us[config.digest[:6]] = expected * (slower if place == 0 else 1.0)
+            found.append({"problem": problem.to_json(), "us": us, "configs": {}, "answered": ""})
+        return found
+
+    def test_a_slower_kernel_gets_a_factor(self, tmp_path: Path) -> None:
+        path = tmp_path / "kernels.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in ({}, *self.rows(1.3))))
+        result = kernels_fit.refit([path], GPUS["H200"])
+        factors = sorted(fitted for _, fitted in result.constants.values())
+        assert factors == pytest.approx([*[1.0] * (len(factors) - 1), 1.3])
+        assert "left out 0.00%" in result.errors[0]
+        assert len(kernels_fit.factors([])) == 0
+        path.write_text("{}\n" + json.dumps({**self.rows(1.3)[0], "us": {}}) + "\n")
+        with pytest.raises(ConfigError, match="times of two kernels"):
+            kernels_fit.refit([path], GPUS["H200"])
+
+    def test_calls_that_pytorch_answers_have_ratios(self) -> None:
+        portfolios = {p.op: p for p in serving(shipped(), GPUS["H200"])}
+        calls = ratios_fit.calls(self.rows(1.0), portfolios)
+        assert [call.ratio for call in calls] == [
+            pytest.approx(2 * call.selection.vendor_us / min(call.selection.estimates)[1])
+            for call in calls
+        ]
+        assert len(calls) == 5
+        without = [{**row, "us": {"pytorch": 1.0, "tuner": 1.0}} for row in self.rows(1.0)]
+        assert ratios_fit.calls(without, portfolios) == []
 
 
 RULES = rates_fit.rules(GPUS["H100"])

@@ -85,13 +85,12 @@ def test_a_survey_is_of_other_models_without_experts() -> None:
     assert not {case.problem for case in judged} & {case.problem for case in surveyed}
 
 
-def test_transfer_is_the_chosen_kernel_at_neighbours() -> None:
-    near = {"a": named(pytorch=9.0, own=8.8, other=8.0), "b": named(pytorch=9.0, tuner=9.0)}
+def test_transfer_is_what_is_served_at_neighbours_and_a_move_the_chosen_kernel_there() -> None:
+    near = {"a": named(pytorch=9.0, own=8.8, other=8.0), "b": named(pytorch=9.0, tuner=9.9)}
     assert tuner_figures.transfers(row({}, near=near)) == [pytest.approx(0.1)]
-    assert tuner_figures.transfers(row({}, near=near, choice=None)) == [
-        pytest.approx(1 / 8),
-        pytest.approx(0.0),
-    ]
+    assert tuner_figures.moves(row({}, near=near)) == [pytest.approx(0.1)]
+    moved = tuner_figures.moves(row({}, near=near, choice=None))
+    assert moved == [pytest.approx(1 / 8), pytest.approx(0.0)]
 
 
 def test_a_flip_is_slower_in_the_later_pass_by_more_than_a_tie() -> None:

@@ -17,6 +17,7 @@ FITS: Mapping[str, str] = {
     "stopping": "seconds and loss of a search, from `scripts/bench search`",
     "corrections": "rates at calls of models, from `scripts/bench population`",
     "ratios": "PyTorch's times over own kernels' at calls, from `scripts/bench population`",
+    "kernels": "rates at calls of models, from `scripts/bench tuner --preset kernels`",
     "rates": "rates of kernels that rules choose among, from `scripts/bench products`",
     "backward": "costs of gradients of attention, from `scripts/bench backward`",
     "engines": "an engine's times over tuned kernels', from `scripts/bench paged`",

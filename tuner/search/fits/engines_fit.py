@@ -15,12 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tuner.base import resources
 from tuner.errors import ConfigError
 from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, problem_from_json
-from tuner.search.fits.refit import Refit, rows
+from tuner.search.fits.refit import Refit, portfolio_file, rows
 from tuner.selection import portfolio_json
 from tuner.selection.engine_ratios import WIDTH_OCTAVES, EngineRatios, is_engines, sizes_of
 from tuner.selection.portfolio import shipped
@@ -64,7 +63,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     engines = {domain: ratios_of(calls) for domain, calls in by_domain.items()}
     for domain, calls in sorted(by_domain.items()):
         result.errors.append(f"{domain.label()}: {_replayed(domain, calls)}")
-    path = resources.cache() / "portfolio" / f"{gpu.name.lower().replace(' ', '-')}-attention.json"
+    path = portfolio_file(gpu, "attention")
     new = replace(ships, engines={**ships.engines, **engines})
     result.documents[path] = portfolio_json.text(new.to_json())
     return result

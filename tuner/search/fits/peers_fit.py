@@ -16,14 +16,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tuner.base import document, resources
+from tuner.base import document
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.families.peers import ANSWERS
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, problem_from_json
-from tuner.search.fits.refit import Refit, rows, text_of
+from tuner.search.fits.refit import Refit, portfolio_file, rows, text_of
 from tuner.selection import portfolio_json
 from tuner.selection.peer_ratios import MIN_LEAD, WIDTH_OCTAVES, PeerRatios, sizes_of
 from tuner.selection.portfolio import shipped
@@ -76,7 +76,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
             text += f", there {mean:.3f} times as fast as the tuner, at the worst {least:.3f}"
             peers[domain] = (*peers.get(domain, ()), peer_of(kernel, build, some))
         result.errors.append(text)
-    path = resources.cache() / "portfolio" / f"{gpu.name.lower().replace(' ', '-')}-attention.json"
+    path = portfolio_file(gpu, "attention")
     result.documents[path] = portfolio_json.text(replace(ships, peers=peers).to_json())
     return result
 

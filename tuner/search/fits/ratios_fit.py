@@ -1,9 +1,10 @@
-"""Ratios of `tuner.selection.ratios`, from calls of models that own kernels answered
-(`scripts/bench population`).
+"""Ratios of `tuner.selection.ratios`, from calls of models (`scripts/bench population`, and
+`scripts/bench tuner --preset kernels`).
 
-A row has the problem, its model, its answer and the microseconds of ``tuner`` and ``pytorch``. The
-ratios of each domain go into the shipped portfolios. Each model's calls are also answered by the
-ratios of the others.
+A row has the problem, its model, its answer and the microseconds of ``tuner`` and ``pytorch``. It
+counts where an own kernel answered. A row with all built kernels counts whoever answers, by the own
+kernel of least expected time. The ratios of each domain go into the shipped portfolios. Each
+model's calls are also answered by the ratios of the others.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from tuner.base import resources
 from tuner.errors import ConfigError
 from tuner.families.by_operation import AnyDomain
 from tuner.hardware import Gpu
 from tuner.problem import problem_from_json
-from tuner.search.fits.refit import Refit, rows
+from tuner.search.fits.kernels_fit import measured_us
+from tuner.search.fits.refit import Refit, portfolio_file, rows
 from tuner.selection import portfolio_json
 from tuner.selection.choice import Selection, choose
 from tuner.selection.portfolio import Portfolio, shipped
@@ -33,7 +34,7 @@ FLOOR = 0.97
 
 
 class RatioCall(NamedTuple):
-    """A call that an own kernel answered, beside PyTorch."""
+    """A call with the times of an own kernel and of PyTorch's."""
 
     model: str
     selection: Selection
@@ -48,7 +49,7 @@ class RatioCall(NamedTuple):
 def calls(
     documents: Iterable[Mapping[str, Any]], portfolios: Mapping[str, Portfolio]
 ) -> list[RatioCall]:
-    """Calls of measured domains that own kernels answered, and that PyTorch's rates hold for.
+    """Calls of measured domains that PyTorch's rates hold for, with an own kernel's time.
 
     Args:
         documents: rows of a bench.
@@ -58,16 +59,25 @@ def calls(
     for row in documents:
         problem, us = problem_from_json(row["problem"]), row.get("us", {})
         portfolio = portfolios.get(problem.op)
-        if portfolio is None or row["answered"] not in OWN or not {"tuner", "pytorch"} <= us.keys():
+        if portfolio is None or not {"tuner", "pytorch"} <= us.keys():
             continue
         selection = portfolio.select(problem)
         if selection is None or not selection.vendor or not selection.estimates:
             continue
-        domain = selection.domain
-        if domain in portfolio.domains and domain.pytorchs_factor(problem) == 1:
-            model = str(row.get("model") or problem.label())
-            timed.append(RatioCall(model, selection, us["pytorch"] / us["tuner"]))
+        own, domain = _own_us(row, selection), selection.domain
+        if own and domain in portfolio.domains and domain.pytorchs_factor(problem) == 1:
+            unnamed = domain.group(problem) if "configs" in row else problem.label()
+            model = str(row.get("model") or unnamed)
+            timed.append(RatioCall(model, selection, us["pytorch"] / own))
     return timed
+
+
+def _own_us(row: Mapping[str, Any], selection: Selection) -> float:
+    """Microseconds of the call's own kernel; 0 without a time."""
+    if "configs" not in row:
+        return float(row["us"]["tuner"]) if row["answered"] in OWN else 0.0
+    _, _, place, _ = min(selection.estimates)
+    return measured_us(selection, row).get(place, (0.0, 0.0))[1]
 
 
 def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
@@ -91,7 +101,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
             domain: replace(models, ratios=_ratios(by_domain.get(domain, ())))
             for domain, models in portfolio.domains.items()
         }
-        path = resources.cache() / "portfolio" / f"{gpu.name.lower().replace(' ', '-')}-{op}.json"
+        path = portfolio_file(gpu, op)
         new = replace(portfolio, domains=domains)
         result.documents[path] = portfolio_json.text(new.to_json())
     return result

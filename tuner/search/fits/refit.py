@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from tuner import families
-from tuner.base import document, output
+from tuner.base import document, output, resources
 from tuner.errors import ConfigError
 from tuner.families.fitting import Constants, FitGroup
 from tuner.hardware import Gpu
@@ -75,6 +75,11 @@ class Refit:
         new = (f"  {name} = {fitted:.4g}" for name, (_, fitted) in self.constants.items())
         lines = [f"wrote {path}" for path in self.documents]
         return "\n".join(lines or [f"constants of {self.place}:", *new])
+
+
+def portfolio_file(gpu: Gpu, op: str) -> Path:
+    """File of the portfolio that ships for a GPU."""
+    return resources.cache() / "portfolio" / f"{gpu.name.lower().replace(' ', '-')}-{op}.json"
 
 
 def text_of(path: Path) -> str:
