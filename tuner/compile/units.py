@@ -12,6 +12,9 @@ from pathlib import Path
 from tuner.compile.artifacts import Artifact
 from tuner.families.base import KernelSpec
 
+SPREAD = 2
+"""Most kernels of a unit whatever their `KernelSpec.together`, where cores for all of them are
+idle: more of them keep a core busy for longer than the search waits."""
 UNLIKE = 8
 """Most unlike kernels of a unit (`KernelSpec.instance`), which its memory depends on."""
 
@@ -79,10 +82,10 @@ def unit_size(first: KernelJob, waiting: int, idle: int, most: int) -> int:
         idle: number of units that may be begun, at least one.
         most: largest size.
     """
-    least = first.spec.together
+    least, shares = first.spec.together, -(-waiting // idle)
     if first.is_first and waiting <= least * (idle - 1):
         return 1  # the answer comes sooner, and the others have cores
-    return min(most, max(least, -(-waiting // idle)))
+    return min(most, shares if shares <= SPREAD else max(least, shares))
 
 
 @dataclass(frozen=True)
