@@ -12,8 +12,6 @@ from tuner.problem import GemmProblem
 from tuner.search.corrections import (
     ACTIVATED,
     LIBRARIES,
-    ONE_QUERY,
-    ONE_QUERY_OF_PYTORCH,
     OWN,
     corrected,
     margins,
@@ -52,23 +50,13 @@ def test_so_are_those_of_activated_products_of_many_rows(epilogue: str) -> None:
     assert margins(ONE._replace(head_dim=96), H200) == (0.0,) and margins(domain, H200) is None
 
 
-def test_attention_of_one_query_takes_longer_on_the_measured_gpu() -> None:
-    factor = ONE_QUERY[H200.name]
-    assert gained(ONE, "fused_attention") == pytest.approx(
-        {term: us * (factor - 1) for term, us in RATES.items()}
-    )
-    pytorchs = ONE_QUERY_OF_PYTORCH[H200.name][64]
-    assert gained(ONE, "vendor_sdpa") == pytest.approx({"launch": pytorchs})
-    assert not gained(ONE._replace(head_dim=128), "vendor_sdpa")
-    assert not gained(ONE, "fused_attention", "H100")
-
-
 @pytest.mark.parametrize(
     "domain",
     [
         ProductDomain("wide", "bias"),
         ProductDomain("wide", gradient="input"),
         AttentionDomain(64, "full", "few"),
+        ONE,
         AttentionDomain(64, "causal", "prompt"),
     ],
 )

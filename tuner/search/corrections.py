@@ -2,7 +2,7 @@
 
 The kernel in front of a fit's calls takes a few microseconds, and hides the early start of an own
 kernel. In front of a model's small call stands a short kernel. There an own product of up to 256
-rows or 128 columns takes longer than its rates say, and so does own attention of one query.
+rows or 128 columns takes longer than its rates say.
 
 A library's product of few rows takes less than fitted where its sums are short, and more where they
 are long. Few of a fit's products are small.
@@ -32,11 +32,6 @@ of many rows any value from 1 to 3.5 leaves no loss to PyTorch
 LIBRARIES: Mapping[str, Rates] = {"NVIDIA H200": {"launch": -2.241, "depth": 0.3653}}
 """Microseconds that are added to rates of the libraries' products of few rows. They hold for sums
 of 320 to 8192 elements."""
-ONE_QUERY: Mapping[str, float] = {"NVIDIA H200": 1.11}
-"""Factor of own rates of attention of one query, by GPU."""
-ONE_QUERY_OF_PYTORCH: Mapping[str, Mapping[int, float]] = {"NVIDIA H200": {64: -0.56}}
-"""Microseconds that are added to launches of PyTorch's attention of one query, by GPU and head
-dimension."""
 MARGINS: Mapping[str, Mapping[AnyDomain, float]] = {
     "NVIDIA H200": {AttentionDomain(96, "full", "one"): 0.0}
 }
@@ -53,18 +48,13 @@ def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict
         family: its family.
         gpu: GPU of the measurements.
     """
-    is_one_query = isinstance(domain, AttentionDomain) and domain.phase == "one"
-    factor = ONE_QUERY.get(gpu.name, 1.0) if is_one_query and not family.is_vendor else 1.0
-    times = {term: us * factor for term, us in rates.items()}
+    times = dict(rates)
     for term, us in _added(domain, family, gpu.name).items():
         times[term] = times.get(term, 0.0) + us
     return times
 
 
 def _added(domain: AnyDomain, family: Family, gpu: str) -> Rates:
-    if isinstance(domain, AttentionDomain):
-        us = ONE_QUERY_OF_PYTORCH.get(gpu, {}).get(domain.head_dim)
-        return {"launch": us} if us and domain.phase == "one" and family.is_vendor else {}
     if not isinstance(domain, ProductDomain) or domain.gradient:
         return {}
     if family.is_vendor:

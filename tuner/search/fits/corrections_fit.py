@@ -5,8 +5,6 @@ corrections have the least absolute errors:
 
 - own products of up to 256 rows or 128 columns get a constant
 - libraries' products of few rows get a constant, and a share of their sums' depth
-- own attention of one query gets a factor, with the least relative errors; PyTorch's at D = 64 a
-  constant
 
 Activated products are left out: other kernels answered some of them. A row has the problem, its
 model, its answer and the microseconds of ``tuner`` and ``pytorch``.
@@ -20,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner.errors import ConfigError
-from tuner.families.by_operation import AnyDomain, AttentionDomain, ProductDomain
+from tuner.families.by_operation import AnyDomain, ProductDomain
 from tuner.families.fitting import Constants, FitGroup
 from tuner.hardware import Gpu
 from tuner.problem import Problem, problem_from_json
 from tuner.search import corrections
-from tuner.search.corrections import LIBRARIES, ONE_QUERY, ONE_QUERY_OF_PYTORCH, OWN
+from tuner.search.corrections import LIBRARIES, OWN
 from tuner.search.fits.refit import Refit, rows
 from tuner.selection.portfolio import Portfolio, serving, shipped
 
@@ -44,7 +42,6 @@ class TimedCall(NamedTuple):
     measured_us: float
     depth: float = 0.0
     """Depth of a product's sums."""
-    head_dim: int = 0
 
 
 class Correction(NamedTuple):
@@ -53,8 +50,6 @@ class Correction(NamedTuple):
     amounts: Mapping[str, Callable[[TimedCall], float]]
     ships: Callable[[str], Constants]
     """The rates on a GPU."""
-    is_factor: bool = False
-    """True for a share of the time, whose errors are relative."""
 
     def added_us(self, call: TimedCall, rates: Constants) -> float:
         """Microseconds that rates add to a time without them."""
@@ -62,8 +57,6 @@ class Correction(NamedTuple):
 
     def without(self, call: TimedCall, rates: Constants) -> TimedCall:
         """A call whose expected time has the rates, without them."""
-        if self.is_factor:
-            return call._replace(us=call.us / (1 + sum(rates.values())))
         return call._replace(us=call.us - self.added_us(call, rates))
 
     def loss(self, call: TimedCall, rates: Constants) -> float:
@@ -72,9 +65,8 @@ class Correction(NamedTuple):
 
     def fitted(self, calls: Sequence[TimedCall]) -> dict[str, float]:
         """Rates of the least absolute errors."""
-        pairs = [(call, call.us if self.is_factor else 1.0) for call in calls]
-        amounts = [[of(call) / scale for of in self.amounts.values()] for call, scale in pairs]
-        goal = [(call.measured_us - call.us) / scale for call, scale in pairs]
+        amounts = [[of(call) for of in self.amounts.values()] for call in calls]
+        goal = [call.measured_us - call.us for call in calls]
         return dict(zip(self.amounts, _least(amounts, goal), strict=True))
 
 
@@ -84,15 +76,8 @@ CORRECTIONS: Mapping[str, Correction] = {
         {"launch": lambda _: 1.0, "depth": lambda call: call.depth}, lambda gpu: LIBRARIES[gpu]
     ),
     "narrow own": Correction({"launch": lambda _: 1.0}, lambda gpu: {"launch": OWN[gpu]["narrow"]}),
-    "one query own": Correction(
-        {"factor": lambda call: call.us}, lambda gpu: {"factor": ONE_QUERY[gpu] - 1}, True
-    ),
-    "one query PyTorch": Correction(
-        {"launch": lambda call: float(call.head_dim == 64)},
-        lambda gpu: {"launch": ONE_QUERY_OF_PYTORCH[gpu][64]},
-    ),
 }
-"""By rows of a product (tall ones are narrow) or one query, and by whose kernel is timed."""
+"""By rows of a product (tall ones are narrow), and by whose kernel is timed."""
 
 
 def _least(amounts: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
@@ -136,29 +121,23 @@ def _timed(
         return
     domain, us = selection.domain, row["us"]
     if domain.pytorchs_factor(problem) == 1 and (group := _group_of(domain, portfolio)):
-        more = getattr(problem, "k", 0) ** 0.25, getattr(domain, "head_dim", 0)
+        depth = getattr(problem, "k", 0) ** 0.25
         _, own_us, *_ = min(selection.estimates)
         for kind, expected, measured in (
             ("own", own_us, us["tuner"]),
             ("PyTorch", selection.vendor_us, us["pytorch"]),
         ):
-            yield f"{group} {kind}", TimedCall(str(row["model"]), expected, measured, *more)
+            yield f"{group} {kind}", TimedCall(str(row["model"]), expected, measured, depth)
 
 
 def _group_of(domain: AnyDomain, portfolio: Portfolio) -> str:
-    """A group's name; empty for domains without corrections, and those timed on another GPU.
-
-    The factor of one query is that of D up to 128.
-    """
+    """A group's name; empty for domains without corrections, and those timed on another GPU."""
     models = portfolio.domains.get(domain)
     if models is None or models.made_on is not None:
         return ""
-    if isinstance(domain, ProductDomain):
-        is_plain = not domain.gradient and domain.without_activation is None
-        return ("narrow" if domain.rows == "tall" else domain.rows) if is_plain else ""
-    if not isinstance(domain, AttentionDomain) or domain.head_dim > 128:
+    if not isinstance(domain, ProductDomain) or domain.gradient or domain.without_activation:
         return ""
-    return "one query" if domain.phase == "one" else ""
+    return "narrow" if domain.rows == "tall" else domain.rows
 
 
 def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:

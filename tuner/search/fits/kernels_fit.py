@@ -17,9 +17,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tuner.errors import ConfigError
+from tuner.families.fitting import Constants, FitGroup
 from tuner.hardware import Gpu
 from tuner.problem import Problem, problem_from_json
-from tuner.search.fits.refit import Constants, Refit, portfolio_file, rows
+from tuner.search.fits.refit import Refit, portfolio_file, rows
 from tuner.selection import portfolio_json
 from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection
@@ -124,9 +125,8 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     for domain, some in sorted(by_domain.items(), key=lambda pair: pair[0].label()):
         if all(text in domain.label() for text in only):
             ships = dict.fromkeys(factors(some), 1.0)
-            found[domain] = result.fit(
-                domain.label(), some, ships, factors, loss, lambda call: call.group
-            )
+            group = FitGroup(domain.label(), some, ships, factors, loss, lambda call: call.group)
+            found[domain] = result.fit(group)
     for op, portfolio in portfolios.items():
         domains = {
             domain: _multiplied(models, found.get(domain, {}))
