@@ -33,7 +33,7 @@ DIGITS = 6
 """Digits of a config's digest in a row."""
 
 
-class TimedCall(NamedTuple):
+class KernelCall(NamedTuple):
     """A call with the times of a domain's kernels."""
 
     problem: Problem
@@ -62,14 +62,14 @@ def measured_us(selection: Selection, row: Mapping[str, Any]) -> dict[int, tuple
 
 def calls(
     documents: Iterable[Mapping[str, Any]], portfolios: Mapping[str, Portfolio]
-) -> list[TimedCall]:
+) -> list[KernelCall]:
     """Calls of measured domains with two own candidates or more.
 
     Args:
         documents: rows of a bench.
         portfolios: portfolios that ship for a GPU, by operation.
     """
-    timed: list[TimedCall] = []
+    timed: list[KernelCall] = []
     for row in documents:
         problem = problem_from_json(row["problem"])
         portfolio = portfolios.get(problem.op)
@@ -79,11 +79,11 @@ def calls(
         candidates = selection.times.models.candidates
         times = {candidates[at].config.digest: us for at, us in measured_us(selection, row).items()}
         if len(times) > 1:
-            timed.append(TimedCall(problem, selection.domain, times))
+            timed.append(KernelCall(problem, selection.domain, times))
     return timed
 
 
-def factors(some: Sequence[TimedCall]) -> dict[str, float]:
+def factors(some: Sequence[KernelCall]) -> dict[str, float]:
     """The factor of each kernel; 1 where too few calls have its time."""
     ratios: dict[str, list[tuple[float, tuple[int, ...]]]] = defaultdict(list)
     for call in some:
@@ -97,7 +97,7 @@ def factors(some: Sequence[TimedCall]) -> dict[str, float]:
     }
 
 
-def loss(call: TimedCall, by: Constants) -> float:
+def loss(call: KernelCall, by: Constants) -> float:
     """Time of the own kernel of least expected time over the fastest own one, less 1."""
     expected = {name: us * by.get(name, 1.0) for name, (us, _) in call.times.items()}
     fastest = min(us for _, us in call.times.values())
@@ -116,7 +116,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         ConfigError: when a file is wrong, or times no kernels of a domain.
     """
     portfolios = {p.op: p for p in shipped() if p.gpu == gpu}
-    by_domain: dict[AnyDomain, list[TimedCall]] = defaultdict(list)
+    by_domain: dict[AnyDomain, list[KernelCall]] = defaultdict(list)
     for call in calls(rows(files), portfolios):
         by_domain[call.domain].append(call)
     if not by_domain:
