@@ -24,7 +24,7 @@ from tuner.measure.rounds import median_interval, shuffled
 
 #: A graph holds as many calls as take about this long, within limits.
 GRAPH_US, MIN_CALLS, MAX_CALLS = 1200.0, 2, 40
-#: A call that takes so long, and so many times as long as the shortest, is timed without a graph.
+#: A call that takes so long, and so many times as long as the shortest, has two replays only.
 LONG_US, LONG_RATIO = 1000.0, 2.5
 #: All graphs of a call together, repeated, take at most about so long; at least seven rounds.
 BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 2e6, 7, 20
@@ -76,8 +76,7 @@ def time_calls(
     """Medians over rounds in which the contenders' graphs are replayed in a shuffled order.
 
     The first contender runs once more as `CONTROL`: the ratio of both times is the noise. Calls of
-    `LONG_US` and more that are `LONG_RATIO` times as long as the shortest have no graph: three
-    calls are their time.
+    `LONG_US` and more that are `LONG_RATIO` times as long as the shortest are replayed twice only.
     Several copies are cold: the L2 cache is filled with other bytes before each replay.
 
     Args:
@@ -91,7 +90,8 @@ def time_calls(
     begin = time.perf_counter()
     ways = _with_control(contenders)
     for one in ways:
-        if (first_us := _tried(one.name, partial(_rough_us, one, copies), failed)) is not None:
+        first_us = _tried(one.name, partial(_rough_us, before, one, copies), failed)
+        if first_us is not None:
             rough[one.name] = first_us
     limit = max(LONG_US, LONG_RATIO * min(rough.values(), default=0.0))
     long = {name: us for name, us in rough.items() if us > limit}
@@ -274,8 +274,10 @@ def first_line(exc: BaseException) -> str:
     return (lines[0] or type(exc).__name__)[:200]
 
 
-def _rough_us(one: Contender, copies: int) -> float:
-    """Microseconds of a call by a few calls outside of a graph."""
+def _rough_us(before: Callable[[int], Any], one: Contender, copies: int) -> float:
+    """Microseconds of a call, by a few calls outside of a graph. A long one may wait for the host,
+    so its graph tells.
+    """
     import torch
 
     with one.around():
@@ -286,7 +288,11 @@ def _rough_us(one: Contender, copies: int) -> float:
             one.call(i % copies)
         end.record()
         end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / 3
+    us = float(start.elapsed_time(end)) * 1e3 / 3
+    if us <= LONG_US:
+        return us
+    graph = _captured(before, one, MIN_CALLS, copies)
+    return min(replayed(graph) for _ in range(2)) / MIN_CALLS
 
 
 def _calls_of(us: float, copies: int) -> int:

@@ -127,7 +127,8 @@ def test_rounds_are_shuffled_and_bounded(device: Device) -> None:
 
 def test_long_calls_get_few_rounds(device: Device) -> None:
     time_calls([contender(device, "a", 1e6)], before(device), 1)
-    assert len(device.replayed) == (call_times.MIN_ROUNDS + 1) * 3
+    looks = 2 * 2  # at graphs of calls that look long
+    assert len(device.replayed) == (call_times.MIN_ROUNDS + 1) * 3 + looks
     assert max(map(len, device.replayed)) == 2 * call_times.MIN_CALLS
 
 

@@ -39,7 +39,7 @@ def without(config: Config, name: str) -> Config:
 PING_PONG = "ping_pong is for two warp groups or more with one score buffer, only"
 EARLY_EXP = "early_exp is for one score buffer, only"
 PACKED = "packed_heads is for several query heads to a KV head, only"
-PADS = "pads_heads is not for dense e4m3, block masks or sinks"
+PADS = "pads_heads is not for dense e4m3 and block masks"
 SHARED = "key_groups is for one tile a block, one score buffer and no ping_pong, only"
 STAGES = "stages_output is not for variable lengths, paged caches or more than 16 packed heads"
 PARTS = "split_keys is for splits=1 without key_groups, stages_output, stream_k, rescale"

@@ -200,7 +200,7 @@ class TestDonors:
         plain = ships.domains[capped]
         assert masked is not None and masked.donor == capped and masked.made_on is None
         packed = {one.config.get("packed_heads", 1) for one in masked.candidates}
-        assert packed == {1, 2, 4}
+        assert packed == {1, 2, 4, 16}
         times = {one.config: one.rates for one in plain.candidates}
         for one in masked.candidates:
             if one.config in times:

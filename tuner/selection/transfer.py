@@ -113,6 +113,8 @@ class Transfer:
             transferred = list(self._transferred(domain, models))
             if isinstance(domain, AttentionDomain) and domain.operand == "bool":
                 transferred = list(self._masked(domain, other, transferred))
+            if isinstance(domain, AttentionDomain) and domain.takes_packs:
+                transferred += self._packing_most(domain, models)
             candidates, margin = transferred, 0.0
             if domain.has_donor_vendors:
                 candidates, margin = [*transferred, *models.vendors], models.margin
@@ -178,6 +180,14 @@ class Transfer:
             if kind not in kinds and (carried := self._carried(domain, candidate)) is not None:
                 kinds.add(kind)
                 yield carried
+
+    def _packing_most(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
+        """The donor's kernel that pads the most query heads, in each way to combine splits."""
+        padded = [one for one in models.candidates if "pads_heads" in one.config.params]
+        most = max((one.config["packed_heads"] for one in padded), default=0)
+        widest = (one for one in padded if one.config["packed_heads"] == most)
+        carried = (self._carried(domain, candidate) for candidate in widest)
+        yield from (candidate for candidate in carried if candidate is not None)
 
     def _divided(self, domain: AnyDomain, own: Sequence[Candidate]) -> Iterator[Candidate]:
         """The best own kernel that splits the keys, for each number of packed heads if the domain

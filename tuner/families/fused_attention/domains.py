@@ -13,6 +13,7 @@ from tuner.families.domain import Domain
 from tuner.families.fused_attention import paged, sparse
 from tuner.families.fused_attention.grid import lazily
 from tuner.families.fused_attention.packing import NAME
+from tuner.families.fused_attention.paged import QUANTISED, SINKS, WINDOWED
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType
 from tuner.problem.attention_masks import BLOCK_SIZE
@@ -52,6 +53,9 @@ class _Attention(NamedTuple):
 MASKED = INSTANCES
 #: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
 CAPPED = (128, 256)
+MAX_SHORT = 16
+"""Most queries of a prompt without a mask that kernels of few queries answer: their tiles hold the
+query heads of a KV head."""
 MAX_CAPPED = 4
 """Most query heads to a KV head of public models with a soft cap."""
 PADDED = 8
@@ -94,12 +98,15 @@ class AttentionDomain(_Attention, Domain):
         if operand and problem.is_causal:
             return None
         mask: Mask = "causal" if problem.is_causal else "full"
+        mask = "windowed" if problem.is_windowed else mask
         few: Phase = "one" if problem.seqlen_q == 1 else "few"
         is_paged = problem.is_paged
+        is_plain = mask == "full" and not (is_paged or problem.is_varlen or operand)
+        is_short = is_plain and problem.seqlen_q <= MAX_SHORT
         return cls(
             instance(problem.head_dim),
-            "windowed" if problem.is_windowed else mask,
-            few if problem.is_decoding else "prompt",
+            mask,
+            few if problem.is_decoding or is_short else "prompt",
             problem.softcap > 0,
             problem.is_varlen and not is_paged,
             is_paged,
@@ -143,6 +150,8 @@ class AttentionDomain(_Attention, Domain):
                 yield type(self)(width, mask, self.phase)
             return
         if self.head_dim == _RARE:
+            if self.takes_packs:
+                yield type(self)(_RARE, "full", self.phase)
             yield type(self)(_RARE, "full", "prompt")
             return
         if self._is_capped_and_masked:
@@ -158,6 +167,12 @@ class AttentionDomain(_Attention, Domain):
             plain = type(self)(self.head_dim, mask, phase)
             if plain != self:
                 yield plain
+
+    @property
+    def takes_packs(self) -> bool:
+        """Decoding with a soft cap, where a KV head of public models has few query heads."""
+        is_plain = self.mask == "full" and not self.operand
+        return is_plain and self.has_softcap and self.phase != "prompt"
 
     @property
     def decodes_pages(self) -> bool:
@@ -215,9 +230,9 @@ class AttentionDomain(_Attention, Domain):
     def other_recipients(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
-        Paged caches: plain ones of every instance, of e4m3 for D = 64 and 128, windows where
-        public models have them, and sinks as in GPT-OSS. Mask operands, without a causal flag, have
-        every phase.
+        Paged caches: one query of every instance, plain, with windows, sinks and of e4m3. Several
+        queries have windows and e4m3 where public models have them, and sinks as in GPT-OSS. Mask
+        operands, without a causal flag, have every phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -225,12 +240,14 @@ class AttentionDomain(_Attention, Domain):
             for mask, phase in kinds:
                 paged = cls(head_dim, mask, phase, is_paged=True)
                 yield paged
-                if head_dim in (64, 128):
+                if phase == "one" or head_dim in QUANTISED:
                     yield paged._replace(is_e4m3=True)
-                if head_dim == 64:
+                if phase == "one" or head_dim in SINKS:
                     yield paged._replace(has_sinks=True)
-                if head_dim in (64, 128, 256):
-                    yield paged._replace(mask="windowed", has_sinks=head_dim == 64)
+                if phase == "one" or head_dim in WINDOWED:
+                    yield paged._replace(mask="windowed")
+                if head_dim in SINKS:
+                    yield paged._replace(mask="windowed", has_sinks=True)
         operands = get_args(MaskOperand)[1:]
         for head_dim, phase, operand in product(MASKED, get_args(Phase), operands):
             yield cls(head_dim, "full", phase, operand=operand)

@@ -239,7 +239,7 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     packed, pads = config.get("packed_heads", 1), "pads_heads" in config.params
     reasons = []
     if pads and not may_pad(problem):
-        reasons.append("pads_heads is not for dense e4m3, block masks or sinks")
+        reasons.append("pads_heads is not for dense e4m3 and block masks")
     if not is_held(group, packed, pads):
         lack = "is less than" if pads else "does not divide"
         reasons.append(f"packed_heads={packed} {lack} the {group} heads to a KV head")

@@ -47,7 +47,7 @@ def is_held(group: int, packed: int, pads: bool) -> bool:
 def may_pad(problem: AttentionProblem) -> bool:
     """True if rows of heads that a KV head lacks may be computed."""
     is_dense_e4m3 = problem.dtype == E4M3 and not problem.is_paged
-    return not (is_dense_e4m3 or problem.has_sinks or problem.block_mask)
+    return not (is_dense_e4m3 or problem.block_mask)
 
 
 def packs(problem: AttentionProblem, packed: int, pads: bool) -> int:

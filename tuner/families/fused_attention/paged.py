@@ -24,7 +24,7 @@ _WIDE_CHUNKS = (64,)
 _TALL_TILES = {64: (128, 3), 96: (128, 3), 128: (128, 3), 192: (64, 3), 256: (80, 2)}
 #: Instances whose copies three warps issue: kernels that pad heads take 2 to 25 % less at decoding,
 #: those of four heads 9 %, and those of chunks 19 to 32 % (an H200, 29 November 2026).
-_COPIED_PADDED, _COPIED_FOUR, _COPIED_CHUNKS = (96, 128, 256), (96, 256), (96, 192, 256)
+_COPIED_PADDED, _COPIED_FOUR, _COPIED_CHUNKS = (96, 128, 256), (96, 256), (96, 128, 192, 256)
 #: Head dimensions whose copies bring whole rows: chunks take 20 % less, decoding 1 to 3 %
 #: (an H200, 27 November 2026); and those of chunks only.
 _WHOLE, _WHOLE_CHUNKS = (128,), (128, 256)
@@ -33,6 +33,9 @@ _LAZY_CHUNKS = (96, 128)
 #: Head dimensions whose prompts have a kernel of three groups: of 2048 queries they take 2 to 12 %
 #: less, of 512 30 % more (an H200, 29 November 2026).
 _TALL_CHUNKS = (64,)
+#: Head dimensions of public models with windows, with sinks, and in e4m3: others have kernels of
+#: one query only.
+WINDOWED, SINKS, QUANTISED = (128, 256), (64,), (64, 128)
 #: Head dimensions with a kernel of equal parts, and with kernels of counted parts, as far as they
 #: were timed.
 _STREAMED, _COUNTED = (64, 128), (64, 96, 128, 256)
@@ -52,20 +55,29 @@ def kernels(
     Args:
         head_dim: the instance.
         phase: phase of the longest sequence: a chunk of a prompt, few queries, or one.
-        is_plain: True without windows, soft caps and sinks; with windows a kernel of padded heads
-            decodes, and one of single heads serves every call.
-        has_sinks: sinks, as in GPT-OSS, whose KV heads have eight query heads each.
+        is_plain: True without windows, soft caps and sinks; with windows kernels of padded heads
+            decode, and one of single heads serves every call.
+        has_sinks: sinks, as in GPT-OSS, whose KV heads have eight query heads each; other head
+            dimensions than its 64 have kernels of one query only.
         is_e4m3: elements of e4m3, of a plain cache.
         is_windowed: a sliding window.
     """
     any_heads = _short(head_dim, 1, _ANY_PAGE)
+    decoding = _padded(head_dim, MAX_PACKED, **_padded_copies(head_dim))
+    if head_dim not in SINKS and has_sinks:
+        return decoding, any_heads
     if has_sinks:
         made = _chunk if is_windowed else _tall  # no window was timed with three groups
-        chunk = () if phase == "one" else (made(head_dim, 8),)
+        chunk = (decoding if phase == "one" else made(head_dim, 8),)
         return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
     padded = tuple(_padded_kernels(head_dim, phase, is_e4m3))
     if not is_plain:
+        if phase == "one":
+            eight = (_padded(head_dim, 8),) if head_dim in WINDOWED else ()
+            return *eight, decoding, any_heads
         return (any_heads,) if phase == "prompt" else (_padded(head_dim, 8), any_heads)
+    if is_e4m3 and head_dim not in QUANTISED:
+        return _padded(head_dim, 8), any_heads
     if is_e4m3:
         four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
         both = _chunk(head_dim, 4), _chunk(head_dim, 1)
@@ -79,7 +91,8 @@ def kernels(
         return _short(head_dim, 4, _WIDE), *fours, *padded, any_heads, *streaming, *counted
     if phase == "few":
         return *fours, *padded, *chunks, any_heads, *counted
-    return *fours, *chunks, *((_tall(head_dim, 4),) if head_dim in _TALL_CHUNKS else ())
+    tall = (_tall(head_dim, heads) for heads in (4, 1) if head_dim in _TALL_CHUNKS)
+    return *fours, *chunks, *tall
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
@@ -129,7 +142,7 @@ def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config
     if is_e4m3:
         yield _padded(head_dim, 8)
         return
-    copies: dict[str, Value] = {"copy_warps": 3} if head_dim in _COPIED_PADDED else {}
+    copies = _padded_copies(head_dim)
     if phase == "one":
         yield _padded(head_dim, MAX_PACKED, **copies)
         return
@@ -137,6 +150,10 @@ def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config
     tile_n, stages = _TALL_TILES[head_dim]
     copies |= {"warp_groups": 2, "tile_n": tile_n, "kv_stages": stages, "blocks_per_sm": 1}
     yield from (_padded(head_dim, heads, **copies, ping_pong=True) for heads in (16, MAX_PACKED))
+
+
+def _padded_copies(head_dim: int) -> dict[str, Value]:
+    return {"copy_warps": 3} if head_dim in _COPIED_PADDED else {}
 
 
 def _padded(head_dim: int, heads: int, **more: Value) -> Config:

@@ -114,7 +114,8 @@ class PagedCall(Paged, Call):
         left, right, softcap = self.extras
         problem = AttentionProblem(
             seqlen_q=rounded(self.usual_q),
-            seqlen_kv=rounded(self.longest_kv),
+            # One query of one key decodes, too.
+            seqlen_kv=max(rounded(self.longest_kv), 1 + (self.usual_q == 1)),
             head_dim=self.query.shape[2],
             batch=rounded(self.batch),
             heads_q=self.query.shape[1],
