@@ -191,6 +191,20 @@ class TestDonors:
             assert found is not None and found.config.family == "fused_attention"
             assert (found.config.get("packed_heads", 1) > 1) is packed, text
 
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+    @pytest.mark.parametrize("softcap", [0, 30])
+    def test_short_prompts_have_kernels_that_pack_a_kv_heads_query_heads(
+        self, head_dim: int, softcap: int
+    ) -> None:
+        serving = portfolio.serving(portfolio.shipped(), DEFAULT_GPU)
+        ships = next(one for one in serving if one.op == "attention")
+        found = ships.select(attention(f"B=60,H=90,HKV=6,S=3,D={head_dim},softcap={softcap}"))
+        assert found is not None and (found.domain.phase, found.domain.mask) == ("few", "full")
+        if head_dim != 128 or not softcap:
+            assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
+        longer = ships.select(attention(f"B=60,H=90,HKV=6,S=17,D={head_dim},softcap={softcap}"))
+        assert longer is not None and longer.domain.phase == "prompt"
+
     @pytest.mark.parametrize("phase", ["few", "one"])
     def test_a_mask_beside_the_soft_cap_leaves_its_kernels_at_d_256(self, phase: Phase) -> None:
         """With the rates of the whole kernel where it was measured."""

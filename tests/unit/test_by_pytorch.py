@@ -1,4 +1,4 @@
-"""PyTorch's FlashAttention-2 over pages, by a stand-in of its operator, beside its operations."""
+"""Calls that no kernel serves: FlashAttention-2 and cuBLASLt epilogues, beside other operations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tuner.runtime.attention import flash2, paged_composed, varlen  # noqa: E402
 from tuner.runtime.attention.composed import Extras, compose  # noqa: E402
 from tuner.runtime.attention.paged import paged_call  # noqa: E402
 from tuner.runtime.call import devices  # noqa: E402
+from tuner.runtime.products import matmul  # noqa: E402
 
 SIZE, COLUMNS, PAGES, HEADS, HEADS_KV, WIDTH = 16, 4, 40, 4, 2, 16
 
@@ -155,3 +156,18 @@ def test_a_capture_of_lengths_that_the_host_reads_is_one_clear_line(monkeypatch:
         ConfigError, match=r"tuner.paged_attention cannot be captured here.*D a mul"
     ):
         flash2.check_uncaptured("tuner.paged_attention")
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+def test_cublaslts_epilogue_answers_activations_behind_a_bias(
+    activation: str, monkeypatch: Any
+) -> None:
+    rows, weight, bias = torch.randn(3, 5, 16), torch.randn(24, 16), torch.randn(24)
+    by_two = matmul._linear(rows, weight, bias, activation)
+    assert not matmul._may_fuse(rows, weight, bias), "on the CPU"
+    monkeypatch.setattr(matmul, "_may_fuse", lambda *tensors: True)
+    monkeypatch.setattr(torch.nn.functional, "linear", None)
+    fused = matmul._linear(rows, weight, bias, activation)
+    assert fused.shape == by_two.shape
+    # GELU on the CPU is the exact one.
+    torch.testing.assert_close(fused, by_two, atol=1e-3, rtol=1e-3)
