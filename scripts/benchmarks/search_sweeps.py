@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -89,7 +90,11 @@ def repeated(args: Namespace) -> list[SeededSweep | WinnersPass]:
 
 
 def swept(
-    case: SeededSweep, args: Namespace, keeps_kernels: bool = False, replays: bool = False
+    case: SeededSweep,
+    args: Namespace,
+    keeps_kernels: bool = False,
+    replays: bool = False,
+    shares_built: bool = False,
 ) -> Row:
     """One sweep by a process of its own with an empty store.
 
@@ -99,6 +104,7 @@ def swept(
         keeps_kernels: True to sweep with this machine's cache, its compiled kernels and proofs;
             else the cache is empty.
         replays: True to also say under ``replayed`` whether another store answers alike.
+        shares_built: True to add what it compiled into an empty cache to this machine's.
 
     Raises:
         BenchmarkError: when it failed, or found no own kernel.
@@ -133,6 +139,8 @@ def swept(
         built = [path for path in artifacts.glob("*/") if path.name not in before]
         units = _units(built, began, _keys(problem, config))
         again = {"replayed": replayed(Path(folder))} if replays else {}
+        if shares_built and not keeps_kernels:
+            _add_to_cache(built)
     facts = ("kernels", "elapsed_s", "first_own_s", "seconds", "given_up", "expected_loss")
     return {
         "seed": case.seed,
@@ -149,6 +157,15 @@ def swept(
         "said": [f"{at:.1f} {line}" for at, line in said],
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
     }
+
+
+def _add_to_cache(built: Sequence[Path]) -> None:
+    """Move compiled kernels to this machine's cache, where it has no such."""
+    own = settings.artifacts_dir()
+    own.mkdir(parents=True, exist_ok=True)
+    for folder in built:
+        if (folder / "meta.json").is_file() and not (own / folder.name).exists():
+            shutil.move(folder, own / folder.name)
 
 
 def replayed(folder: Path) -> bool:

@@ -87,7 +87,9 @@ def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
         options = Namespace(**{**vars(args), "sweep": f"--effort {effort} {args.sweep}"})
         sweep = SeededSweep(case.problem, case.seed)
         with search_sweeps.gpu_values(args.device, "memory.used") as used_mib:
-            row = search_sweeps.swept(sweep, options, keeps_kernels=True, replays=True)
+            row = search_sweeps.swept(
+                sweep, options, keeps_kernels=not args.fresh, replays=True, shares_built=args.fresh
+            )
         winner = Config.from_json(row["winner"])
         is_own = row["own_over_vendor"] is None or row["own_over_vendor"] >= 1
         judged = tuner_truth.judged(case, winner, _earlier(case, args))
@@ -131,6 +133,7 @@ def options(parser: Parser) -> None:
     add("--problems", type=int, default=COUNT, metavar="N", help=f"problems to draw ({COUNT})")
     add("--file", type=Path, help="problems of a list for tuner sweep, in place of the draw")
     add("--seeds", type=int, default=1, metavar="N", help="quick, full: sweeps a problem (1)")
+    add("--fresh", action="store_true", help="quick, full: sweeps compile into an empty cache")
     add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
     add("--device", default="0", metavar="N,...", help="CUDA devices of the sweeps (default 0)")
     add("--recordings", type=Path, default=recording_archive.folder(), metavar="DIR",

@@ -14,6 +14,7 @@ from bench_device import fake_device, fake_gpu, on_the_cpu  # noqa: F401
 from stored import H200, WARM, measured
 
 from benchmarks import search_sweeps, tuner_figures, tuner_problems, tuner_rivals, tuner_truth
+from benchmarks import tuner as bench
 from benchmarks.tuner_problems import BLOCK_SCALED, DECODING, EXPERTS, PROMPTS, TURNS, Judged
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
@@ -161,6 +162,23 @@ def test_a_decision_replays_where_another_store_answers_alike(
     assert not search_sweeps.replayed(tmp_path)
 
 
+def test_kernels_of_an_empty_cache_are_added_where_this_machine_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "own"))
+    built = [tmp_path / "fresh" / name for name in ("new", "there", "unfinished")]
+    for folder in built:
+        folder.mkdir(parents=True)
+        (folder / "kernel.so").write_text("fresh")
+    for folder in built[:2]:
+        (folder / "meta.json").write_text("{}")
+    own = tmp_path / "own" / "artifacts"
+    (own / "there").mkdir(parents=True)
+    search_sweeps._add_to_cache(built)
+    assert {folder.name for folder in own.iterdir()} == {"new", "there"}
+    assert [path.parent.name for path in own.glob("*/kernel.so")] == ["new"]
+
+
 def test_regrets_are_read_after_so_many_evaluations() -> None:
     times = {OWN: 10.0, OTHER: 8.0}
     assert tuner_rivals.regrets([OWN, OTHER], times)[:2] == [pytest.approx(0.25), 0.0]
@@ -261,6 +279,37 @@ def test_a_choice_is_timed_beside_built_kernels_here_and_near(
     with on_the_cpu():
         row = tuner_truth.surveyed(Judged(kind, problem))
     assert own | {row["first"]} <= set(row["configs"]) <= set(row["us"])
+
+
+@pytest.mark.usefixtures("fake_device")
+@pytest.mark.parametrize(("own", "judged"), [(1.1, "own"), (0.9, "pytorch")])
+def test_a_sweep_s_winner_is_judged_beside_those_of_other_seeds(
+    own: float, judged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = AttentionProblem.parse("S=64,D=64,H=2,dtype=bf16")
+    first, winner, other = family("fused_attention").space(problem, H200)[:3]
+    path = tmp_path / "rows.jsonl"
+    before = {"case": "before", "problem": problem.to_json(), "choice": first.to_json()}
+    head = {"format": "cutlass-tuner bench 1"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, before)))
+    facts = {
+        **{"winner": winner.to_json(), "own_over_vendor": own, "us": {"tuner": 8.0}, "cores": 16},
+        **{"elapsed_s": 25.0, "first_own_s": 9.0, "cpu_s": 200.0, "kernels": 8, "compiled": 8},
+        "replayed": True,
+    }
+    asked = list[dict[str, bool]]()
+    monkeypatch.setattr(
+        search_sweeps, "swept", lambda *_, **options: asked.append(options) or facts
+    )
+    monkeypatch.setattr(tuner_truth, "built", lambda *_: [other])
+    monkeypatch.setattr(tuner_truth, "_plan", lambda problem, *_, **__: Planned(problem))
+    args = Namespace(fresh=True, sweep="", device="0", json=path)
+    with on_the_cpu():
+        row = bench.sweeping("quick")(Judged(PROMPTS, problem, 1), args)
+    assert asked == [{"keeps_kernels": False, "replays": True, "shares_built": True}]
+    assert {tuner_truth.own_name(one) for one in (first, winner, other)} <= set(row["us"])
+    assert row["judged"] == (tuner_truth.own_name(winner) if judged == "own" else judged)
+    assert (row["elapsed_s"], row["replayed"], row["compiled"]) == (25.0, True, 8)
 
 
 def test_problems_of_a_file_are_of_their_kinds(tmp_path: Path) -> None:
