@@ -25,23 +25,6 @@ MAX_PLANS = 3
 RULES = wide_rule, values_rule
 #: Problems by the group of the table.
 SHAPES: Mapping[str, Sequence[str]] = {
-    "prompts, D=512": (
-        "H=16,S=4096,D=512",
-        "H=16,S=4096,D=512,causal=1",
-        "B=4,H=8,S=1024,D=512",
-        "H=16,HKV=2,S=8192,D=512,causal=1",
-        "B=2,H=8,S=2048,D=512,causal=1",
-        "H=8,HKV=4,S=8192,D=512",
-        "B=2,H=8,HKV=4,S=4096,D=320,causal=1",
-    ),
-    "window, D=512": ("H=16,HKV=2,S=8192,D=512,causal=1,left=1024",),
-    "decoding, D=512": (
-        "B=16,H=8,HKV=1,SQ=1,SKV=16384,D=512",
-        "B=16,H=16,HKV=1,SQ=1,SKV=16384,D=512",
-        "B=64,H=16,HKV=2,SQ=1,SKV=4096,D=512",
-        "H=32,HKV=4,SQ=1,SKV=65536,D=512",
-        "B=8,H=8,HKV=1,SQ=1,SKV=8192,D=512",
-    ),
     "prompts, D=192 and 128": (
         "H=128,S=4096,D=192,DV=128,causal=1",
         "H=16,S=4096,D=192,DV=128,causal=1",
@@ -51,6 +34,23 @@ SHAPES: Mapping[str, Sequence[str]] = {
         "B=4,H=32,S=2048,D=192,DV=128,causal=1",
         "H=16,SQ=2048,SKV=16384,D=192,DV=128",
     ),
+    "decoding, D=512": (
+        "B=16,H=8,HKV=1,SQ=1,SKV=16384,D=512",
+        "B=16,H=16,HKV=1,SQ=1,SKV=16384,D=512",
+        "B=64,H=16,HKV=2,SQ=1,SKV=4096,D=512",
+        "H=32,HKV=4,SQ=1,SKV=65536,D=512",
+        "B=8,H=8,HKV=1,SQ=1,SKV=8192,D=512",
+    ),
+    "prompts, D=512": (
+        "H=16,S=4096,D=512",
+        "H=16,S=4096,D=512,causal=1",
+        "B=4,H=8,S=1024,D=512",
+        "B=2,H=8,S=2048,D=512,causal=1",
+        "H=8,HKV=4,S=8192,D=512",
+        "H=16,HKV=2,S=8192,D=512,causal=1",
+        "B=2,H=8,HKV=4,S=4096,D=320,causal=1",
+    ),
+    "window, D=512": ("H=16,HKV=2,S=8192,D=512,causal=1,left=1024",),
 }
 CASES = tuple(
     Hole(group, AttentionProblem.parse(f"{shape},dtype=bf16,layout=bshd"))

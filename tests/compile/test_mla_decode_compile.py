@@ -33,6 +33,8 @@ CHUNKS, WHOLE, PAIR, WHOLE_PAIR = (
 )
 QUANTISED = [spec_of("bf16", False, 1, form) for form in ("e4m3", "e4m3_blocks")]
 SPECS = [CHUNKS]
+MAX_SPILLED = 100
+"""Bytes."""
 DEVICE_SPECS = [WHOLE, PAIR, WHOLE_PAIR, spec_of("fp16", True, 1), *QUANTISED]
 
 #: What the template has in PTX is the emulator's.
@@ -60,6 +62,7 @@ _BODIES = {
         "return at.block->barriers.at(at.address).phase != parity;"
     ),
     "store_words": "std::memcpy(emulator::bytes_at(emulator::place_of(to), 16), word, 16);",
+    "copy_words": "std::memcpy(emulator::bytes_at(emulator::place_of(to), 16), from, 16);",
     "widen": "for (int i = 0; i < 4; ++i) x[i] = emulator::e4m3(four >> 8 * i);",
     "store_zeros": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, 0.0f);",
 }
@@ -98,17 +101,17 @@ QUANTISED_MUTANTS = {
         "",
     ),
     "a stage is written before the second group has read it": (
-        "if (i == kHalf * kOctets) wait_for(memory.empty(stage, 1), parity);",
+        "wait_for(memory.empty(stage, 1), parity);",
         "",
     ),
     "factors are those of the tile before": (
-        "if (i == max(kSoon, ",
-        "if (i < 0 && i == max(kSoon, ",
+        "if ((i + 1) % (kPart * kOctets) == 0) factor",
+        "if (false) factor",
     ),
     "what lies behind a sequence is read": ("key < of.length ? key", "true ? key"),
     "rotary columns lie where those of one factor do": (
-        "(i < kLatentLoads ? 0 : kBlocks * 4)",
-        "0",
+        "kLatent + kBlocks * 4 + half",
+        "kLatent + half",
     ),
 }
 
@@ -145,7 +148,9 @@ def test_no_kernel_spills_or_serialises_its_products(
         artifact = future.result()
         used = artifact.resources
         assert used is not None
-        assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), spec
+        # Threads that copy hold a tile: what they want once a sequence lies in local memory.
+        most = MAX_SPILLED if "cache" in spec.variables else 0
+        assert max(used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) <= most, spec
         assert not artifact.facts.get("advice"), spec
 
 
