@@ -74,9 +74,21 @@ def products(args: Namespace) -> list[Judged]:
     return [case for case in cases(args) if case.group == tuner_problems.PRODUCTS]
 
 
-def compiled(case: Judged, _: Namespace) -> Row:
-    """The untuned call beside Inductor's choice."""
-    return tuner_truth.compiled(case)
+def beside(name: str) -> Callable[[Judged, Namespace], Row]:
+    """Measures the untuned call beside another tuner's choice."""
+    return lambda case, _: tuner_truth.beside(case, name)
+
+
+def _rival(name: str, text: str) -> Preset:
+    return Preset(
+        f"products beside {text}",
+        *(products, beside(name), partial(tuner_figures.rival_line, name)),
+        partial(tuner_figures.rival_table, name),
+        limit_s=SWEEP_S,
+        smoke=Judged(tuner_problems.PRODUCTS, GemmProblem(9, 64, 32, dtype="bfloat16")),
+        listing=listing,
+        compile=compile_untuned,
+    )
 
 
 def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
@@ -190,14 +202,8 @@ BENCH = Bench(
             smoke=_SMOKE,
             listing=listing,
         ),
-        "inductor": Preset(
-            "products beside torch.compile with max-autotune",
-            *(products, compiled, tuner_figures.inductor_line, tuner_figures.inductor_table),
-            limit_s=SWEEP_S,
-            smoke=Judged(tuner_problems.PRODUCTS, GemmProblem(9, 64, 32, dtype="bfloat16")),
-            listing=listing,
-            compile=compile_untuned,
-        ),
+        tuner_truth.INDUCTOR: _rival(tuner_truth.INDUCTOR, "torch.compile with max-autotune"),
+        tuner_truth.HELION: _rival(tuner_truth.HELION, "Helion; settings by its variables"),
         "rivals": Preset(
             "other tuners on recorded spaces by evaluations; no GPU",
             *(tuner_rivals.spaces, tuner_rivals.measure, tuner_rivals.line, tuner_rivals.table),

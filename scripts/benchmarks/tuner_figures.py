@@ -22,7 +22,6 @@ TIE = 0.01
 NEAR_TIE = 0.02
 """Distance from the best at a neighbour that counts as as good as a choice of its own there."""
 WORST = 8
-INDUCTOR = "inductor"
 HEAD = (
     *("kind", "problems", "regret", "worst", "top-1 or tie", "over peers also", "worst"),
     *("flips", "replayed", "transfer", "worst", "within 2 %", "moved", "worst", "within 2 %"),
@@ -153,19 +152,19 @@ def survey_table(measured: Sequence[Row]) -> list[str]:
     return rows.markdown(lines)
 
 
-def inductor_line(row: Row) -> str:
-    """A product's regret by both, and the seconds."""
-    both = ", ".join(f"{name} {_shown(row, name)}" for name in (rows.TUNER, INDUCTOR))
+def rival_line(rival: str, row: Row) -> str:
+    """A product's regret by the untuned call and by another tuner, and the seconds."""
+    both = ", ".join(f"{name} {_shown(row, name)}" for name in (rows.TUNER, rival))
     return f"{row['case']}: {both}, {row['elapsed_s']:.0f} s"
 
 
-def inductor_table(measured: Sequence[Row]) -> list[str]:
-    """Regrets of the untuned call and of Inductor's choice over the fastest of all."""
-    lines: list[Sequence[str]] = [("product", "us", "regret", "by Inductor", "regret", "s")]
+def rival_table(rival: str, measured: Sequence[Row]) -> list[str]:
+    """Regrets of the untuned call and of another tuner's choice over the fastest of all."""
+    lines: list[Sequence[str]] = [("product", "us", "regret", f"by {rival}", "regret", "s")]
     for row in (row for row in measured if "us" in row):
         cells = [
             cell
-            for name in (rows.TUNER, INDUCTOR)
+            for name in (rows.TUNER, rival)
             for cell in (f"{row['us'].get(name, 0.0):.1f}", _shown(row, name))
         ]
         lines.append((row["case"], *cells, f"{row['elapsed_s']:.0f}"))

@@ -43,6 +43,8 @@ MAX_KERNELS, MAX_ESTIMATE = 20, 2.5
 """Kernels of a problem that are timed, and their longest estimate over the shortest."""
 FIRST_US, SURVEYED_US, FINAL_US = 3e4, 1e5, 3e5
 """Microseconds of all rounds of a pass, if these are more than the fewest."""
+INDUCTOR, HELION = "inductor", "helion"
+"""Tuners whose kernel a product is timed beside."""
 RANKED = 3
 """Own kernels of a selection that are compiled for a run."""
 ENABLED = f"{rows.TUNER} enabled"
@@ -195,14 +197,15 @@ def timed(
     *,
     compiles: bool = False,
     peers: bool = False,
+    others: Callable[[Operands], dict[str, Callable[[int], Any]]] = lambda operands: {},
 ) -> Row:
     """One pass over PyTorch, the tuner's call and some built kernels; also over Inductor where it
-    `compiles`, and over `peers`.
+    `compiles`, and over `peers` and `others`.
     """
     from benchmarks.cliffs_calls import measured
 
     def further(operands: Operands) -> dict[str, Callable[[int], Any]]:
-        return own_calls(case.problem, configs, operands)
+        return {**own_calls(case.problem, configs, operands), **others(operands)}
 
     return measured(case.call, compiles, further, budget_us, peers)
 
@@ -268,14 +271,22 @@ def _workspace_mib(problem: Problem, config: Config) -> float:
     return 0.0 if plan is None else round(plan.workspace_bytes / 2**20, 3)
 
 
-def compiled(case: Judged) -> Row:
-    """The call as served and by ``torch.compile(mode="max-autotune-no-cudagraphs")``, beside the
-    built kernels; its seconds are nearly all the compiler's.
+def beside(case: Judged, name: str) -> Row:
+    """The call as served and by another tuner, beside the built kernels; its seconds are nearly
+    all the other's: ``torch.compile(mode="max-autotune-no-cudagraphs")``, or Helion.
     """
     from tuner.runtime.call import devices
 
-    start = time.monotonic()
-    row = timed(case, built(case.problem, devices.gpu_of(0)), FINAL_US, compiles=True)
+    def others(operands: Operands) -> dict[str, Callable[[int], Any]]:
+        from benchmarks import tuner_helion
+
+        return {name: tuner_helion.call(operands)}
+
+    start, kernels = time.monotonic(), built(case.problem, devices.gpu_of(0))
+    if name == INDUCTOR:
+        row = timed(case, kernels, FINAL_US, compiles=True)
+    else:
+        row = timed(case, kernels, FINAL_US, others=others)
     own = sum(is_truth(name) for name in row["us"])
     return {**row, "kernels": own, "elapsed_s": round(time.monotonic() - start, 1)}
 

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,6 +280,20 @@ def test_a_choice_is_timed_beside_built_kernels_here_and_near(
     with on_the_cpu():
         row = tuner_truth.surveyed(Judged(kind, problem))
     assert own | {row["first"]} <= set(row["configs"]) <= set(row["us"])
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_a_product_is_timed_beside_helion(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(call=lambda of: lambda i: Planned(problem).run_uncounted(*of(i))[0])
+    monkeypatch.setitem(sys.modules, "benchmarks.tuner_helion", other)
+    monkeypatch.setattr(tuner_truth, "built", lambda *_: [])
+    problem = GemmProblem(9, 64, 32, dtype="bfloat16", epilogue="bias")
+    with on_the_cpu():
+        row = tuner_truth.beside(Judged(tuner_problems.PRODUCTS, problem), tuner_truth.HELION)
+    assert row["wrong"] == [] and {"helion", "tuner", "pytorch"} <= set(row["us"])
+    row |= {"case": "one", "elapsed_s": 60.0}
+    assert tuner_figures.rival_line("helion", row) == "one: tuner 0.0%, helion 25.0%, 60 s"
+    assert "one | 8.0 | 0.0% | 10.0 | 25.0% | 60" in tuner_figures.rival_table("helion", [row])[2]
 
 
 @pytest.mark.usefixtures("fake_device")

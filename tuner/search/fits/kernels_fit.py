@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tuner.errors import ConfigError
+from tuner.families.by_operation import AnyDomain
 from tuner.families.fitting import Constants, FitGroup
 from tuner.hardware import Gpu
 from tuner.problem import Problem, problem_from_json
@@ -24,7 +25,6 @@ from tuner.search.fits.refit import Refit, portfolio_file, rows
 from tuner.selection import portfolio_json
 from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection
-from tuner.selection.domains import AnyDomain
 from tuner.selection.portfolio import Portfolio, shipped
 
 MIN_CALLS, MIN_GROUPS = 4, 3
