@@ -252,17 +252,27 @@ def test_a_kernel_is_selected_for_the_mean_of_the_queries() -> None:
     assert posed([1] * 9) == 1
 
 
-def test_unlike_lengths_are_a_kind(served: SimpleNamespace, paged: Any) -> None:
-    """Several sequences of a captured graph are, which only the device knows; one that is alone is
-    as long as the call says.
-    """
-    given = batch(torch.float16)
-    paged(**given)
-    paged(**given, total_seqlen_k=sum(KEYS))
-    paged(**given, max_seqlen_k=max(KEYS), total_seqlen_k=len(KEYS) * max(KEYS))
-    alone = {"seqused_k": given["seqused_k"][:1], "page_table": given["page_table"][:1]}
-    paged(**{**given, **alone, "cu_seqlens_q": torch.tensor([0, sum(QUERIES)]).int()})
-    assert [kind[-1] for kind, _ in served.posed] == [True, True, False, False]
+@pytest.mark.parametrize(
+    ("counts", "longest", "total", "is_unlike"),
+    [
+        ([1] * 30, 4096, None, True),  # a captured graph's, which only the device knows
+        ([1] * 29, 4096, None, False),  # of two KV heads: too few
+        ([1] * 30, 1000, None, False),  # too short
+        ([1] * 500, 4096, None, True),
+        ([1] * 30, 4096, 30 * 2048, True),
+        ([1] * 30, 4096, 30 * 2049, False),  # alike
+        ([1] * 30, 4096, 30 * 389, False),  # most are short
+        ([1] * 161, 4096, 161 * 2048, False),  # too many
+        ([2] * 37, 4096, None, False),
+        ([2] * 38, 4096, None, True),
+        ([1], 1 << 20, None, False),
+    ],
+)
+def test_unlike_lengths_are_a_kind(
+    counts: list[int], longest: int, total: int | None, is_unlike: bool
+) -> None:
+    call = call_of(counts)._replace(longest_kv=longest, total_kv=total)
+    assert call.is_unlike is call.pose().is_unlike is call.kind()[-1] is is_unlike
 
 
 def test_calls_of_like_sizes_are_of_one_kind(served: SimpleNamespace, paged: Any) -> None:

@@ -35,8 +35,8 @@ HALF_EMPTY = 1.5
 #: least so many sequences of so many keys at most, of unlike lengths.
 STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS = 0.8, 64, 32768
 #: Time of a kernel whose blocks take counted parts of a sequence's keys over the same kernel's with
-#: equally many splits of all, for at least so many tiles of rows and so many keys.
-COUNTED, MIN_COUNTED_TILES, MIN_COUNTED_KEYS = 0.9, 48, 1024
+#: equally many splits of all: the least of those of unlike lengths. For so many tiles at most.
+COUNTED, MAX_COUNTED_TILES = 0.9, 600
 VENDOR_MARGIN = 0.25
 """Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
 
@@ -244,26 +244,22 @@ def _decoding_pages(
     if not (problem.is_varlen and found):
         return found
     is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS
-    by_form: dict[Hashable, Estimate] = {}
-    for one in sorted(found, reverse=True):
-        by_form[_form(candidates[one[2]].config)] = one
+    base = min(found)
+    form = _form(candidates[base[2]].config)
+    is_counted = problem.batch * problem.heads_kv <= MAX_COUNTED_TILES
     for place in streaming:
         config = candidates[place].config
-        if config["persistent"]:
-            base, part = (min(found), STREAMED) if is_long else (None, 0.0)
-        else:
-            tiles = problem.batch * problem.heads_kv
-            is_shared = tiles >= MIN_COUNTED_TILES and problem.seqlen_kv >= MIN_COUNTED_KEYS
-            base, part = (by_form.get(_form(config)) if is_shared else None), COUNTED
-        if base is not None:
-            found.append((base[0] * part, base[1] * part, place, 1))
+        if config["persistent"] and is_long:
+            found.append((base[0] * STREAMED, base[1] * STREAMED, place, 1))
+        elif is_counted and not config["persistent"] and _form(config) == form:
+            found.append((base[0] * COUNTED, base[1] * COUNTED, place, 1))
     return found
 
 
 def _form(config: Config) -> Hashable:
-    """Parameters of a kernel but for those of how blocks share keys."""
-    shared = "stream_k", "splits", "combine"
-    return frozenset((name, v) for name, v in config.params.items() if name not in shared)
+    """Parameters of a kernel but for those of how blocks share and copy keys."""
+    others = "stream_k", "splits", "combine", "box_rows", "whole_rows", "copy_warps"
+    return frozenset((name, v) for name, v in config.params.items() if name not in others)
 
 
 def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None:
