@@ -205,6 +205,24 @@ class TestDonors:
         longer = ships.select(attention(f"B=60,H=90,HKV=6,S=17,D={head_dim},softcap={softcap}"))
         assert longer is not None and longer.domain.phase == "prompt"
 
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+    @pytest.mark.parametrize(
+        "kind", ["causal=1", "varlen=1,layout=bshd", "causal=1,varlen=1,layout=bshd"]
+    )
+    def test_so_have_causal_and_packed_ones(self, head_dim: int, kind: str) -> None:
+        """Beside PyTorch's kernels for the first; PyTorch composes the others."""
+        serving = portfolio.serving(portfolio.shipped(), DEFAULT_GPU)
+        ships = next(one for one in serving if one.op == "attention")
+        text = f"B=60,H=90,HKV=6,D={head_dim},{kind},dtype=bf16"
+        found = ships.select(attention(f"S=3,{text}"))
+        assert found is not None and found.domain.phase == "few"
+        assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
+        assert bool(found.vendor) is ("varlen" not in kind)
+        longest = 64 if "varlen" in kind else 16
+        last, longer = (ships.select(attention(f"S={n},{text}")) for n in (longest, longest + 1))
+        assert last is not None and last.domain.phase == "few"
+        assert longer is not None and longer.domain.phase == "prompt"
+
     @pytest.mark.parametrize("phase", ["few", "one"])
     def test_a_mask_beside_the_soft_cap_leaves_its_kernels_at_d_256(self, phase: Phase) -> None:
         """With the rates of the whole kernel where it was measured."""

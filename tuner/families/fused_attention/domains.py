@@ -53,9 +53,9 @@ class _Attention(NamedTuple):
 MASKED = INSTANCES
 #: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
 CAPPED = (128, 256)
-MAX_SHORT = 16
-"""Most queries of a prompt without a mask that kernels of few queries answer: their tiles hold the
-query heads of a KV head."""
+MAX_SHORT, MAX_PACKED_SHORT = 16, 64
+"""Most queries of a prompt without a window that kernels of few queries answer, and of the longest
+packed sequence: their tiles are small, or hold the query heads of a KV head."""
 MAX_CAPPED = 4
 """Most query heads to a KV head of public models with a soft cap."""
 PADDED = 8
@@ -101,13 +101,18 @@ class AttentionDomain(_Attention, Domain):
         mask = "windowed" if problem.is_windowed else mask
         few: Phase = "one" if problem.seqlen_q == 1 else "few"
         is_paged = problem.is_paged
-        is_plain = mask == "full" and not (is_paged or problem.is_varlen or operand)
-        is_short = is_plain and problem.seqlen_q <= MAX_SHORT
+        has_softcap = problem.softcap > 0
+        is_masked = problem.is_causal or problem.is_varlen
+        if is_masked and not is_paged:  # one query has the kernels of several
+            few = "few"
+        most = MAX_PACKED_SHORT if problem.is_varlen else MAX_SHORT
+        is_plain = mask != "windowed" and not (is_paged or operand or (has_softcap and is_masked))
+        is_short = is_plain and problem.seqlen_q <= most
         return cls(
             instance(problem.head_dim),
             mask,
             few if problem.is_decoding or is_short else "prompt",
-            problem.softcap > 0,
+            has_softcap,
             problem.is_varlen and not is_paged,
             is_paged,
             problem.has_sinks,
@@ -156,7 +161,9 @@ class AttentionDomain(_Attention, Domain):
             return
         if self._is_capped_and_masked:
             yield self._replace(operand="", phase="few")
-        masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
+        masks: tuple[Mask, ...] = (self.mask,)
+        if self.mask == "windowed" or self.is_short_prompt:
+            masks = ("causal", "full")
         is_slow_elsewhere = self.operand or self.has_softcap or self.mask == "windowed"
         phases = (self.phase, *(_OTHER_PHASES[self.phase] if is_slow_elsewhere else ()))
         if self._shares_kernels:
@@ -170,9 +177,19 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def takes_packs(self) -> bool:
-        """Decoding with a soft cap, where a KV head of public models has few query heads."""
+        """Decoding with a soft cap, where a KV head of public models has few query heads; and short
+        prompts.
+        """
         is_plain = self.mask == "full" and not self.operand
-        return is_plain and self.has_softcap and self.phase != "prompt"
+        is_capped = is_plain and self.has_softcap and self.phase != "prompt"
+        return is_capped or self.is_short_prompt
+
+    @property
+    def is_short_prompt(self) -> bool:
+        """Causal or packed prompts of few queries, by kernels that decode."""
+        is_masked = self.mask == "causal" or (self.is_varlen and self.mask == "full")
+        is_plain = not (self.is_paged or self.operand or self.has_softcap)
+        return is_masked and is_plain and self.phase == "few"
 
     @property
     def decodes_pages(self) -> bool:
@@ -225,6 +242,13 @@ class AttentionDomain(_Attention, Domain):
         yield self._replace(has_softcap=True)
         if self.phase == "prompt":
             yield self._replace(is_varlen=True)
+        if self.phase == "few" and not self.has_softcap:
+            yield from self._short_prompts()
+
+    def _short_prompts(self) -> Iterator[Self]:
+        """Recipients with `is_short_prompt`."""
+        causal = self._replace(mask="causal")
+        yield from (causal, causal._replace(is_varlen=True), self._replace(is_varlen=True))
 
     @classmethod
     def other_recipients(cls) -> Iterator[Self]:
@@ -269,6 +293,7 @@ class AttentionDomain(_Attention, Domain):
         for domain in (causal, cls(_RARE, "full", "prompt")):
             yield domain._replace(has_softcap=True)
             yield domain._replace(is_varlen=True)
+        yield from cls(_RARE, "full", "few")._short_prompts()
 
     @property
     def has_named_kernels(self) -> bool:
@@ -339,6 +364,8 @@ class AttentionDomain(_Attention, Domain):
         causal = type(self)(_RARE, "causal", "prompt")
         if self in (causal, type(self)(256, "causal", "prompt", has_softcap=True)):
             return 2
+        if self.is_short_prompt:
+            return 1
         is_plain = self.operand and not self.is_composed
         return None if is_plain or self._is_capped_and_masked else 1
 
@@ -363,7 +390,7 @@ class AttentionDomain(_Attention, Domain):
     def has_donor_vendors(self) -> bool:
         """So cuDNN's kernels take additive masks, and plain calls of every D."""
         is_rival = self.operand == "additive" or (self.head_dim == _RARE and not self.operand)
-        return is_rival and not self.is_composed
+        return (is_rival or self.is_short_prompt) and not self.is_composed
 
     @property
     def vendors(self) -> frozenset[str]:
