@@ -68,7 +68,8 @@ __all__ = [
     "time_host",
 ]
 HARNESS_OPTIONS = (
-    *("preset", "list", "only", "limit", "shard", "smoke", "json", "table", "time_limit", "gpus"),
+    *("preset", "list", "only", "without", "limit", "shard", "smoke", "json", "table"),
+    *("time_limit", "gpus"),
     *("compile_only", "worker"),
 )
 """Options that say nothing of a row; the others are a part of a file's heading."""
@@ -188,6 +189,7 @@ def parser_of(bench: Bench) -> Parser:
     add("--preset", choices=tuple(bench.presets), default=first, help=f"default {first}")
     add("--list", action="store_true", help="print the cases; no GPU")
     add("--only", metavar="TEXT", help="only cases whose label contains this")
+    add("--without", metavar="TEXT", help="only cases whose label does not contain this")
     add("--limit", type=int, metavar="N", help="only the first N cases")
     add("--shard", type=_shard, metavar="I/N", help="every N-th case, from case I on (from 0)")
     add("--smoke", action="store_true", help="one case of a few seconds")
@@ -221,6 +223,8 @@ def cases_of(preset: Preset, args: Namespace) -> list[Any]:
     if args.smoke:
         return [preset.smoke or preset.cases(args)[0]]
     cases = [case for case in preset.cases(args) if (args.only or "") in case.label]
+    if args.without:
+        cases = [case for case in cases if args.without not in case.label]
     first, step = args.shard or (0, 1)
     return cases[: args.limit][first::step]
 

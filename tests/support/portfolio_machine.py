@@ -26,8 +26,8 @@ from tuner.selection.portfolio import Portfolio
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-SHAPE = (1, 2, 24, 64)
-PROBLEM = AttentionProblem.parse("S=24,D=64,H=2")
+SHAPE = (1, 2, 32, 64)
+PROBLEM = AttentionProblem.parse("S=32,D=64,H=2")
 FIRST, SECOND = maker()(2, 128), maker()(1, 64)
 CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash2"))
 FUSED = families()["fused_attention"]

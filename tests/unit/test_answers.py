@@ -136,7 +136,7 @@ def test_a_portfolio_keeps_its_peers(build: str) -> None:
     again = Portfolio.from_json(portfolio.to_json())
     ((one,),) = again.peers.values()
     assert (one.config, one.build) == (FLASH3, build)
-    assert one.ratios.to_json() == [[48, 24, 1, 2.0]] * 6
+    assert one.ratios.to_json() == [[64, 32, 1, 2.0]] * 6
     newer = again.updated(portfolio_of(candidate(FIRST, 10.0)))
     assert newer.peers == again.peers
 

@@ -38,7 +38,7 @@ benchmark = importlib.import_module("tuner.runtime.call.benchmark")
 portfolio = importlib.import_module("tuner.selection.portfolio")
 
 machine, serving, stopwatch = fake_machine, portfolio_serving, portfolio_stopwatch
-SHAPE = (1, 2, 24, 64)
+SHAPE = (1, 2, 32, 64)
 
 
 @pytest.fixture

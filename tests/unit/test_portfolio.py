@@ -217,7 +217,7 @@ class TestSelect:
 
     def test_sizes_far_from_what_was_measured_are_said(self) -> None:
         known = made(9.0, 10.0, 0.0)
-        near, far = known.select(attention("S=1999,D=64")), known.select(attention("S=17,D=64,H=1"))
+        near, far = known.select(attention("S=1999,D=64")), known.select(attention("S=25,D=64,H=1"))
         assert near is not None and not near.doubts
         assert far is not None and far.doubts
 

@@ -202,7 +202,7 @@ class TestDonors:
         assert found is not None and (found.domain.phase, found.domain.mask) == ("few", "full")
         if head_dim != 128 or not softcap:
             assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
-        longer = ships.select(attention(f"B=60,H=90,HKV=6,S=17,D={head_dim},softcap={softcap}"))
+        longer = ships.select(attention(f"B=60,H=90,HKV=6,S=25,D={head_dim},softcap={softcap}"))
         assert longer is not None and longer.domain.phase == "prompt"
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -218,7 +218,7 @@ class TestDonors:
         assert found is not None and found.domain.phase == "few"
         assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
         assert bool(found.vendor) is ("varlen" not in kind)
-        longest = 64 if "varlen" in kind else 16
+        longest = 64 if "varlen" in kind else 24
         last, longer = (ships.select(attention(f"S={n},{text}")) for n in (longest, longest + 1))
         assert last is not None and last.domain.phase == "few"
         assert longer is not None and longer.domain.phase == "prompt"

@@ -156,7 +156,7 @@ def test_a_decision_whose_kernels_are_not_here_leaves_it_to_the_portfolio(
     serving.machine.present.discard("key-second")
     assert serving.call() and serving.launched == ["key-wide"]
     serving.proven = {}
-    assert not serving.call((1, 2, 32, 64))
+    assert not serving.call((1, 2, 40, 64))
 
 
 def test_the_portfolio_s_kernel_comes_before_the_vendor_s_that_the_decided_one_beat(

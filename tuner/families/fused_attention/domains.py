@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from tuner.config import Config, Value
 from tuner.families.attention_instances import INSTANCES, instance
-from tuner.families.domain import Domain
+from tuner.families.domain import MAX_SHORT, Domain
 from tuner.families.fused_attention import paged, sparse
 from tuner.families.fused_attention.grid import lazily
 from tuner.families.fused_attention.packing import NAME
@@ -53,9 +53,8 @@ class _Attention(NamedTuple):
 MASKED = INSTANCES
 #: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
 CAPPED = (128, 256)
-MAX_SHORT, MAX_PACKED_SHORT = 16, 64
-"""Most queries of a prompt without a window that kernels of few queries answer, and of the longest
-packed sequence: their tiles are small, or hold the query heads of a KV head."""
+MAX_PACKED_SHORT = 64
+"""As `MAX_SHORT`, for the longest of packed sequences."""
 MAX_CAPPED = 4
 """Most query heads to a KV head of public models with a soft cap."""
 PADDED = 8

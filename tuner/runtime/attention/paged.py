@@ -14,6 +14,7 @@ from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.base import Strides
+from tuner.families.domain import MAX_SHORT
 from tuner.families.schedules import PagedBatch
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
@@ -118,13 +119,18 @@ class PagedCall(Paged, Call):
             self.is_unlike,
         )
 
+    @property
+    def _least_kv(self) -> int:
+        """Keys above few queries, whose short prompts are decoded: their heads share tiles."""
+        queries: int = rounded(self.usual_q)
+        return queries + 1 if queries <= MAX_SHORT else 1
+
     def pose(self) -> Posed:
         guards.check_alike(self.query, self.key, self.value, dtypes=_DTYPES)
         left, right, softcap = self.extras
         problem = AttentionProblem(
             seqlen_q=rounded(self.usual_q),
-            # One query of one key decodes, too.
-            seqlen_kv=max(rounded(self.longest_kv), 1 + (self.usual_q == 1)),
+            seqlen_kv=max(rounded(self.longest_kv), self._least_kv),
             head_dim=self.query.shape[2],
             batch=rounded(self.batch),
             heads_q=self.query.shape[1],
