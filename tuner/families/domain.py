@@ -11,7 +11,7 @@ from tuner.families.work import sizes_of
 from tuner.problem import DType, Problem
 
 MAX_SHORT = 24
-"""Most queries of an attention prompt without a window that kernels of few queries answer: their
+"""Most queries of an attention prompt without a window that kernels of few queries answer. Their
 tiles are small, or hold the query heads of a KV head."""
 MAX_SIZE_FACTOR = 2
 """Largest factor between a size and the measured ones at which a time model is trusted."""
