@@ -77,6 +77,7 @@ UNTRACED = {"test_utils": ("test_schema", "test_autograd_registration", "test_fa
     [(4, False, "bhsd", UNTRACED), (2, True, "bshd", {})],
     ids=["untraced", "traced"],
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own, PyTorch 2.14
 def test_opcheck(heads_kv: int, is_causal: bool, layout: str, options: dict[str, Any]) -> None:
     q, k, v = tensors(4, heads_kv, (5, 5), layout, torch.float64, requires_grad=True)
     ops, check = torch.ops.tuner, functools.partial(torch.library.opcheck, **options)
