@@ -49,6 +49,7 @@ RESCALES = "rescale is for one score buffer of fp16 or bf16, only"
 SKIPS = "skips_masked is for persistent blocks under a causal mask alone, with one score buffer"
 HALVES: dict[str, Value] = {"skips_masked": "halves"}
 STAGED: dict[str, Value] = {"stages_output": True}
+CARRIED: dict[str, Value] = {"split_keys": 512, "carries_parts": True, "rescale": "lazy", **STAGED}
 WGMMA = "accumulator registers of a WGMMA + 26 exceed"
 
 
@@ -153,6 +154,12 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
         ("D=64,causal=1,window=64", make(2, 64, split_keys=512), PARTS_OF),
         ("D=64,causal=1,varlen=1", make(2, 64, split_keys=512), PARTS_OF),
         ("D=64", make(2, 96, split_keys=512), "tile_n=96 does not divide split_keys=512"),
+        ("D=64", make(2, 64, carries_parts=True), "carries_parts goes with split_keys"),
+        (
+            "D=64",
+            make(2, 64, splits=2, **CARRIED),
+            "split_keys is for splits=1 without key_groups, s",
+        ),
         ("D=64,causal=1,window=64", make(3, 128, persistent=True, **HALVES), SKIPS),
         ("D=64,causal=1,varlen=1", make(3, 128, persistent=True, **HALVES), SKIPS),
         ("D=64,page_size=16", make(2, 64, splits=2, persistent=True), "splits=2 is for one block"),
@@ -187,6 +194,8 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64", make(2, 64, ping_pong=True, turn_ends="scores")),
         ("D=64", make(2, 64, split_keys=512)),
         ("D=64", make(2, 64, persistent=True, split_keys=256)),
+        ("D=64", make(3, 64, persistent=True, split_keys=512, carries_parts=True)),
+        ("D=128,causal=1", make(2, 128, persistent=True, kv_stages=2, **CARRIED, **HALVES)),
         ("D=64", make(2, 64, split_keys=512, combine="kernel")),
         ("D=64,page_size=16", make(1, 128, split_keys=2048)),
         ("D=128,causal=1", make(2, 128, persistent=True, **HALVES)),

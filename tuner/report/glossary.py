@@ -67,6 +67,7 @@ MEANINGS: Mapping[str, str] = {
     "skips_masked": "Masked blocks of keys that a warp group leaves out: whole ones, or halves.",
     "split_k": "Blocks of a cluster that divide K between them.",
     "split_keys": "Keys of a part, at whose multiples parts of the keys begin.",
+    "carries_parts": "A part begins beside the last products of the one before.",
     "splits": "Parts into which the keys (attention) or K (products) are split over blocks.",
     "stages": "Pipeline depth: tiles in flight between memory and the tensor cores.",
     "stages_output": "The output goes through shared memory and TMA.",

@@ -106,6 +106,7 @@ KERNELS: Mapping[Config, Rates] = {
         416, 4042
     ),
     _kernel((128, 96), store_buffers=2, ahead=True, **LOADS): Rates(469, 1946),
+    _kernel((128, 48), unroll=2, clips_rows=True): Rates(356, 700),
     _kernel((128, 64), store_buffers=1, ahead=True, clips_rows=True): Rates(369, 1050),
     _kernel((128, 128), split_k=2, ahead=True, vector_merge=True, clips_rows=True): Rates(
         507, 5253

@@ -120,13 +120,14 @@ class FusedAttention(Family):
         "stream_k": (True,),
         "longest_first": (True,),
         "split_keys": (256, 512, 1024, 2048),
+        "carries_parts": (True,),
     }
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "longest_first", "rescale", "turn_ends", "split_keys"),
-            "column_groups",
+            *("carries_parts", "column_groups"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -204,7 +205,8 @@ class FusedAttention(Family):
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in PAGED_ONLY:
             params.pop(name, None)
-        params.pop("split_keys", None)
+        for name in ("split_keys", "carries_parts"):
+            params.pop(name, None)
         for name in _DRAWN_HALF:
             if rng.random() < 0.5:
                 params.pop(name, None)

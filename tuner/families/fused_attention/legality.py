@@ -79,6 +79,8 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append(f"splits={splits} is for one block a tile, not for persistent blocks")
     if "split_keys" in config.params:
         reasons += _parts(problem, config)
+    elif "carries_parts" in config.params:
+        reasons.append("carries_parts goes with split_keys")
     elif ("combine" in config.params) != (splits > 1):
         reasons.append("combine is for splits > 1, only")
     elif config.get("combine", "kernel") == "cluster":
@@ -214,6 +216,8 @@ def _parts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of `split_keys`."""
     found, keys, params = [], config["split_keys"], config.params
     excluded = ["key_groups", "stages_output", "stream_k", "rescale", "skips_masked"]
+    if "carries_parts" in params:
+        excluded = ["key_groups", "stream_k"]
     if config["splits"] > 1 or any(name in params for name in excluded):
         found.append(f"split_keys is for splits=1 without {', '.join(excluded)}, only")
     if config["score_buffers"] > 1:
@@ -256,7 +260,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
     - one Q tile, and the stages of K and V, of V twice in e4m3 over pages
     - in their place the partials for its cluster: fp32 rows of O padded by 8, log-sum-exp
-    - the output's tile with `stages_output`
+    - the output's tile with `stages_output`, and fp32 O with `carries_parts`
     - fp32 O, maxima and sums of all key groups but one
     - the barriers
     - with `column_groups` parts of a tile of keys as stages, one tile of V, the probabilities of
@@ -279,5 +283,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     is_split = is_split and not config["persistent"]
     share = 4 * rows_q * (columns + 8 + 1) if is_split and config["warp_groups"] == 1 else 0
     out = 2 * rows_q * columns if config.get("stages_output") else 0
+    out = 4 * rows_q * columns if config.get("carries_parts") else out
     partners = (config.get("key_groups", 1) - 1) * 8 * rows_q * (columns // 2 + 4)
     return int(-(-max(operands, share) // 1024) * 1024 + out + partners + BARRIER_BYTES)

@@ -1,8 +1,9 @@
 """Kernels of fixed parts: each row's sum is divided at the same keys, whatever the call.
 
 One block adds all parts of a tile, or each part has a block and a second kernel adds them in the
-same order. The bits are equal, so a call takes what is faster. The kernels serve the
-batch-invariant mode alone (`tuner.selection.invariant`).
+same order. The bits are equal, so a call takes what is faster. At D = 128 O does not fit twice into
+the registers: the sum so far lies in shared memory. The kernels serve the batch-invariant mode
+alone (`tuner.selection.invariant`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from tuner.problem import E4M3, AttentionProblem, DType
 
 KEYS = 512
 """Keys of a part."""
-TILE_KEYS: Mapping[int, int] = {64: 128, 128: 64}
-"""Keys of a tile, by the head dimensions that have such kernels: wider accumulators do not fit
-twice into the registers.
-"""
+TILE_KEYS = 128
+"""Keys of a tile."""
 BOX = 16
 """Slots of a page that one copy brings: pages of any multiple are served."""
 PACKS = ((1, False), (4, False), (8, True))
@@ -35,12 +34,20 @@ MOST_PADDED = PACKS[-1][0]
 MOST_QUERIES = 64
 """Queries from which on a call has kernels of prompts."""
 _COMMON: Mapping[str, Value] = {
-    "score_buffers": 1,
-    "q_in_registers": False,
-    "splits": 1,
-    "split_keys": KEYS,
-    "pdl": True,
+    **{"tile_n": TILE_KEYS, "split_keys": KEYS, "splits": 1, "score_buffers": 1},
+    **{"q_in_registers": False, "pdl": True},
 }
+_WIDE: Mapping[str, Value] = {"carries_parts": True, "rescale": "lazy", "blocks_per_sm": 1}
+DECODING: Mapping[int, Mapping[str, Value]] = {
+    64: {"blocks_per_sm": 2},
+    128: {**_WIDE, "kv_stages": 2},
+}
+"""Parameters of kernels of decoding, by the head dimensions that have such kernels."""
+PROMPTS: Mapping[int, Mapping[str, Value]] = {
+    64: {"carries_parts": True, "warp_groups": 3, "blocks_per_sm": 1},
+    128: {**_WIDE, "warp_groups": 2},
+}
+"""Those of prompts."""
 
 
 def is_served(problem: AttentionProblem) -> bool:
@@ -48,7 +55,7 @@ def is_served(problem: AttentionProblem) -> bool:
     is_packed = problem.is_varlen and not problem.is_paged
     is_plain = not (problem.modifiers or problem.is_windowed or problem.value_dim)
     is_plain &= not (problem.has_sinks or problem.softcap or is_packed)
-    return is_plain and problem.dtype != E4M3 and problem.head_dim in TILE_KEYS
+    return is_plain and problem.dtype != E4M3 and problem.head_dim in DECODING
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
@@ -56,31 +63,32 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
     if not is_served(problem):
         return
     group = problem.heads_q // problem.heads_kv
-    prompt = _prompt(problem)
+    prompt = _prompt(problem, _packed_rows(problem))
     is_padded = 1 < group <= MOST_PADDED and group != 4
     packed = MOST_PADDED if is_padded else 4 if group % 4 == 0 else 1
-    decoding = shared(problem, _decoding(problem, packed, is_padded), gpu)
+    decoding = _decoding(problem, packed, is_padded)
+    tiles = _tiles(problem, decoding)
+    if 2 * tiles <= gpu.sm_count * int(decoding["blocks_per_sm"]) * 0.9:
+        if problem.seqlen_kv > KEYS:  # whole tiles would leave most of the GPU idle
+            decoding = Config(NAME, {**decoding.params, "combine": "kernel"})
+    elif tiles > gpu.sm_count and problem.head_dim > 64:
+        decoding = _decoding(problem, packed, is_padded, persistent=True)
     is_prompt = problem.seqlen_q * packed >= MOST_QUERIES * 2
     yield from (prompt, decoding) if is_prompt else (decoding, prompt)
 
 
-def shared(problem: AttentionProblem, config: Config, gpu: Gpu) -> Config:
-    """The config with a block for each part where whole tiles would leave most of the GPU idle.
-
-    Args:
-        problem: a problem that the kernel serves.
-        config: a kernel of this module.
-        gpu: GPU that it runs on.
-    """
-    if config["persistent"] or problem.seqlen_kv <= KEYS:
-        return config
+def _tiles(problem: AttentionProblem, config: Config) -> int:
+    """Tiles of rows of a kernel."""
     packed = int(config.get("packed_heads", 1))
     heads = problem.heads_kv if "pads_heads" in config.params else problem.heads_q // packed
     queries = 64 * int(config["warp_groups"]) // packed
-    tiles = problem.batch * heads * -(-problem.seqlen_q // queries)
-    if 2 * tiles > gpu.sm_count * int(config["blocks_per_sm"]) * 0.9:
-        return config
-    return Config(config.family, {**config.params, "combine": "kernel"})
+    return problem.batch * heads * -(-problem.seqlen_q // queries)
+
+
+def _packed_rows(problem: AttentionProblem) -> int:
+    """Query heads to a KV head whose prompts share a tile: of D = 64 over pages it is faster."""
+    is_faster = problem.is_paged and problem.head_dim == 64
+    return 4 if is_faster and problem.heads_q // problem.heads_kv % 4 == 0 else 1
 
 
 def blocks(problem: AttentionProblem, config: Config) -> int:
@@ -103,7 +111,8 @@ def reduction(config: Config) -> Mapping[str, Any]:
 
 def usual(problem: AttentionProblem, config: Config) -> Config:
     """The config of the kernel that divides the keys evenly, into as many parts."""
-    params = {name: value for name, value in config.params.items() if name != "split_keys"}
+    excluded = "split_keys", "carries_parts"
+    params = {name: value for name, value in config.params.items() if name not in excluded}
     if "combine" in params:
         params["splits"] = min(MAX_SPLITS, -(-problem.seqlen_kv // KEYS))
     return Config(config.family, params)
@@ -111,7 +120,7 @@ def usual(problem: AttentionProblem, config: Config) -> Config:
 
 def built(dtype: DType) -> Iterator[tuple[Config, AttentionProblem]]:
     """Every kernel of this module for a type, and a small problem of its calls."""
-    for head_dim, is_paged in product(TILE_KEYS, (False, True)):
+    for head_dim, is_paged in product(DECODING, (False, True)):
         plain = AttentionProblem(
             seqlen_q=256,
             seqlen_kv=256,
@@ -125,32 +134,42 @@ def built(dtype: DType) -> Iterator[tuple[Config, AttentionProblem]]:
         )
         for packed, pads in PACKS:
             heads = replace(plain, heads_q=4 * (packed - pads), seqlen_q=1)
-            yield _decoding(heads, packed, pads), heads
+            for persistent in (False, True)[: 1 + (head_dim > 64)]:
+                yield _decoding(heads, packed, pads, persistent=persistent), heads
         for is_causal in (True,) if is_paged else (False, True):
-            yield _prompt(plain), replace(plain, is_causal=is_causal)
+            prompt = replace(plain, is_causal=is_causal)
+            yield _prompt(prompt, 1), prompt
+            grouped = replace(prompt, heads_q=16)
+            if (packed := _packed_rows(grouped)) > 1:
+                yield _prompt(grouped, packed), grouped
 
 
-def _decoding(problem: AttentionProblem, packed: int, pads: bool) -> Config:
+def _decoding(
+    problem: AttentionProblem, packed: int, pads: bool, *, persistent: bool = False
+) -> Config:
     packing: dict[str, Value] = {"packed_heads": packed} if packed > 1 or _grouped(problem) else {}
     return _config(
         problem,
         {
             **{"warp_groups": 1, "kv_stages": 3 if problem.is_paged else 2, "early_exp": 0},
-            **{"blocks_per_sm": 2, "persistent": False, **packing},
-            **({"pads_heads": True} if pads else {}),
+            **{"persistent": persistent, **packing, **({"pads_heads": True} if pads else {})},
+            **DECODING[problem.head_dim],
         },
     )
 
 
-def _prompt(problem: AttentionProblem) -> Config:
-    packing: dict[str, Value] = {"packed_heads": 1} if _grouped(problem) else {}
-    return _config(
-        problem,
-        {
-            **{"warp_groups": 2, "kv_stages": 4, "early_exp": 50, "ping_pong": True},
-            **{"blocks_per_sm": 1, "persistent": True, **packing},
-        },
-    )
+def _prompt(problem: AttentionProblem, packed: int) -> Config:
+    params: dict[str, Value] = {"kv_stages": 2, "persistent": True, "ping_pong": True}
+    params["early_exp"] = 50 if problem.is_paged and problem.head_dim > 64 else 0
+    if _grouped(problem):
+        params["packed_heads"] = packed
+    if problem.is_paged:
+        params |= {"longest_first": True, **({"copy_warps": 3} if problem.head_dim > 64 else {})}
+    else:
+        params["stages_output"] = True
+        if problem.is_causal:
+            params["skips_masked"] = "halves" if problem.head_dim > 64 else "blocks"
+    return _config(problem, {**params, **PROMPTS[problem.head_dim]})
 
 
 def _config(problem: AttentionProblem, params: Mapping[str, Value]) -> Config:
@@ -159,7 +178,7 @@ def _config(problem: AttentionProblem, params: Mapping[str, Value]) -> Config:
         paging = {"box_rows": BOX}
         if problem.head_dim in WHOLE_ROWS:
             paging["whole_rows"] = True
-    return Config(NAME, {**_COMMON, "tile_n": TILE_KEYS[problem.head_dim], **params, **paging})
+    return Config(NAME, {**_COMMON, **params, **paging})
 
 
 def _grouped(problem: AttentionProblem) -> bool:
