@@ -86,24 +86,24 @@ def pack(
 
 def _kernels(entry: Entry, artifacts: ArtifactCache) -> dict[str, Artifact]:
     """Artifacts of an entry's own configs. Those of the best ones must exist."""
-    found: dict[str, Artifact] = {}
+    by_key: dict[str, Artifact] = {}
     needed = {m.config for m in (entry.winner, entry.best_own) if m is not None}
     for m in entry.ranked:
         if is_vendor(m.config):
             continue
         try:
-            found |= _artifacts_of(m, artifacts)
+            by_key |= _artifacts_of(m, artifacts)
         except NoValidConfigError:
             if m.config in needed:
                 raise
-    return found
+    return by_key
 
 
 def _artifacts_of(measurement: Measurement, artifacts: ArtifactCache) -> dict[str, Artifact]:
     problem = measurement.problem
     what = f"{problem.op} {problem.label()} on {measurement.gpu.name}: {measurement.config.family}"
     remedy = f"`tuner build --op {problem.op} --shape {problem.label()}` makes it"
-    found: dict[str, Artifact] = {}
+    by_key: dict[str, Artifact] = {}
     sources = sources_of(measurement)
     for name, key in measurement.artifacts.items():
         artifact = artifacts.find(key)
@@ -111,10 +111,10 @@ def _artifacts_of(measurement: Measurement, artifacts: ArtifactCache) -> dict[st
             raise NoValidConfigError(f"{what} is not in the cache: {remedy}")
         if sources.get(name) != _source(artifact):
             raise NoValidConfigError(f"{what} is of other templates: {remedy}")
-        found[key] = artifact
+        by_key[key] = artifact
     if set(measurement.artifacts) != set(sources):
         raise NoValidConfigError(f"{what}: its kernels are not built: {remedy}")
-    return found
+    return by_key
 
 
 def _source(artifact: Artifact) -> str:

@@ -89,13 +89,13 @@ def csv_text(results: Results) -> str:
         for timed in row.timed:
             figures = row.figures(timed, results.gpu)
             what = (row.suite, row.problem.label(), row.regime, timed.role, timed.name)
-            seen = (timed.config.digest, timed.status, timed.latency_us, timed.std_us)
+            facts = (timed.config.digest, timed.status, timed.latency_us, timed.std_us)
             checked = (timed.rounds, timed.error, timed.workspace_bytes)
             stages = ";".join(f"{name}={us}" for name, us in timed.stages_us.items())
             under = (row.clocks.sm_mhz, row.clocks.power_w, row.created_at, results.gpu.name)
             numbers = (figures.get(name) for name in FIGURES)
             where = (stages, *under, *results.environment.facts.values())
-            writer.writerow((*what, *seen, *checked, *numbers, *where))
+            writer.writerow((*what, *facts, *checked, *numbers, *where))
     return out.getvalue()
 
 

@@ -80,8 +80,8 @@ def _pack(args: argparse.Namespace) -> int:
     from tuner.bundle import pack
     from tuner.compile.artifacts import ArtifactCache
 
-    out, chosen = Path(args.words[0]), _chosen(args)
-    packed = pack(chosen, ArtifactCache(), out, leave_out=args.all)
+    out, filters = Path(args.words[0]), _chosen(args)
+    packed = pack(filters, ArtifactCache(), out, leave_out=args.all)
     if args.json:
         print(json.dumps({**vars(packed), "file": str(out)}))
         return 0
@@ -90,7 +90,7 @@ def _pack(args: argparse.Namespace) -> int:
     if (more := len(packed.left_out) - MAX_REASONS) > 0:
         print(f"left out: {more} more (all of them: --json)", file=sys.stderr)
     if args.shape:
-        print(f"{list_text(chosen)}\n")
+        print(f"{list_text(filters)}\n")
     print(
         f"{counted(packed.entries, 'entry')} with {counted(packed.kernels, 'kernel')} in {out}, "
         f"{packed.bytes} bytes\nsha256 {packed.sha256}"

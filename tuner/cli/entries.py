@@ -424,17 +424,19 @@ def forget(args: argparse.Namespace) -> int:
     """Delete a shape's decisions, sweeps and measurements. Returns 1 if there were none."""
     with _opened(args) as store:
         # An unreadable row may be the one to delete, so rows are not read unnecessarily.
-        wanted = _wanted(args, store.entries() if args.gpu else [])
-        decisions, measurements = store.forget(wanted["problem"], wanted["gpu"], wanted["regime"])
+        filters = _wanted(args, store.entries() if args.gpu else [])
+        decisions, measurements = store.forget(
+            filters["problem"], filters["gpu"], filters["regime"]
+        )
     if args.json:
         print(json.dumps({"entries": decisions, "measurements": measurements}))
     else:
         print(
             f"{describe.counted(decisions, 'entry')} and "
             f"{describe.counted(measurements, 'measurement')} of "
-            f"{wanted['problem'].label()} deleted"
+            f"{filters['problem'].label()} deleted"
         )
-        if any(entry.problem == wanted["problem"] for entry in shipped()):
+        if any(entry.problem == filters["problem"] for entry in shipped()):
             print("what ships of this shape goes on being served")
     return 0 if decisions or measurements else 1
 

@@ -240,10 +240,10 @@ def _carry() -> int:
     from tuner.tuning.proof import carry
 
     for path in _current(None):
-        found = carry(path, shipped_kernels())
+        result = carry(path, shipped_kernels())
         say(
-            f"{path}: {found.carried} proofs carried over; left for {PROVE}: {found.other_code} "
-            f"kernels with other machine code, {found.unknown} without a known proof"
+            f"{path}: {result.carried} proofs carried over; left for {PROVE}: {result.other_code} "
+            f"kernels with other machine code, {result.unknown} without a known proof"
         )
     return DONE
 

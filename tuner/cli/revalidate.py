@@ -240,19 +240,19 @@ def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> l
         and args.l2 in (None, entry.regime.l2)
         and (not problems or entry.problem in problems)
     ]
-    known = [entry for entry in measured if entry.gpu.identity == gpu.identity]
+    on_gpu = [entry for entry in measured if entry.gpu.identity == gpu.identity]
     if args.problems is not None:
-        own = {entry.problem for entry in known}
-        known += [entry for entry in measured if entry.problem not in own]
-        known.sort(key=lambda entry: problems.index(entry.problem))
-        if absent := len(set(problems) - {entry.problem for entry in known}):
+        own = {entry.problem for entry in on_gpu}
+        on_gpu += [entry for entry in measured if entry.problem not in own]
+        on_gpu.sort(key=lambda entry: problems.index(entry.problem))
+        if absent := len(set(problems) - {entry.problem for entry in on_gpu}):
             say(f"tuner: {absent} problems of the list are not measured: `tuner sweep` does that")
-    if not known:
+    if not on_gpu:
         what = f"{problems[0].op} {problems[0].label()}" if problems else args.op or "anything"
         raise NoValidConfigError(
             f"nothing is measured for {what} on {gpu.name}: `tuner sweep` measures it"
         )
-    return known
+    return on_gpu
 
 
 def _measured(args: argparse.Namespace, gpu: Gpu) -> list[Entry]:

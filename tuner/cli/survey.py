@@ -241,9 +241,10 @@ def sample_text(sample: Sample) -> str:
 
 def progress_text(progress: SurveyProgress) -> str:
     """One line, as ``attention S=1024,D=64: 48 of 390 candidates, 30 resumed: 46 ok, ...``."""
-    seen, problem = progress.seen, progress.sample.problem
-    counts = Counter(m.status.value for m in seen).most_common()
+    measurements, problem = progress.seen, progress.sample.problem
+    counts = Counter(m.status.value for m in measurements).most_common()
     statuses = ", ".join(f"{count} {status}" for status, count in counts)
-    text = f"{problem.op} {problem.label()}: {len(seen)} of {progress.sample.candidates} candidates"
+    of = f"{len(measurements)} of {progress.sample.candidates} candidates"
+    text = f"{problem.op} {problem.label()}: {of}"
     text += f" ({progress.resumed} resumed)" if progress.resumed else ""
     return f"{text}, {progress.elapsed_s:.0f} s: {statuses or 'none yet'}"

@@ -179,12 +179,12 @@ def run(args: argparse.Namespace) -> int:
 
     # Refuse options that --compile or --list would ignore.
     ahead = "--compile" if args.compile else "--list" if args.list else ""
-    for option, given, why in (
+    for option, value, why in (
         ("--compiled-only", args.compiled_only, "it would leave nothing to compile"),
         ("--replay", args.replay, "a replay needs no kernels"),
         ("--optuna-storage", args.optuna_storage, "nothing is searched"),
     ):
-        if ahead and given:
+        if ahead and value:
             raise ConfigError(f"{option} contradicts {ahead}: {why}; leave one of them out")
     problems, options = problems_of(args), options_of(args)
     machine = machine_of(args, options.sweep.max_workspace)
@@ -233,23 +233,23 @@ def _say_known(
 
     path = sqlite_file(url)
     among = None if path else with_shipped(store.entries())
-    known: list[tuple[Problem, LookupResult]] = []
+    tuned: list[tuple[Problem, LookupResult]] = []
     for problem in problems:
         regimes = Regime.choices(problem.op, options.launch, options.l2)
         answer = lookup(problem, gpu=DEFAULT_GPU, regime=regimes, path=path, among=among)
         if answer is not None and (
             answer.is_predicted or answer.entry.provenance is Provenance.MEASURED
         ):
-            known.append((problem, answer))
-    if not known:
+            tuned.append((problem, answer))
+    if not tuned:
         return
-    problem, answer = known[0]
+    problem, answer = tuned[0]
     op = "" if problem.op == "attention" else f" --op {problem.op}"
     command = f"`tuner lookup{op} --shape {problem.label()}`"
     if len(problems) > 1:
-        predicted = sum(answer.is_predicted for _, answer in known)
+        predicted = sum(answer.is_predicted for _, answer in tuned)
         note(
-            f"of the {len(problems)} problems {len(known) - predicted} have measured decisions and "
+            f"of the {len(problems)} problems {len(tuned) - predicted} have measured decisions and "
             f"{predicted} a portfolio's prediction, as {command}"
         )
         return

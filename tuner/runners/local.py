@@ -262,10 +262,10 @@ class LocalRunner:
     def cancel(self) -> None:
         with self._lock:
             timing, self._timed_as, self._open = [*self._timed_as.values()], {}, []
-            asked, self._asked = self._asked, set()
+            requested, self._asked = self._asked, set()
             self._is_cancelled = True
             waiting, self._done = self._done, queue.SimpleQueue()
-        self._pool.cancel([*timing, *asked])
+        self._pool.cancel([*timing, *requested])
         waiting.put(None)
 
     def close(self) -> None:

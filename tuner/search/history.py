@@ -42,13 +42,13 @@ def history(
     """
     measurements: list[Measurement] = []
     for one in Regime.preferred(regime):
-        known = {problem, *(m.problem for m in measurements)}
+        excluded = {problem, *(m.problem for m in measurements)}
         # The search gets this environment's measurements in this regime, but no chained ones.
         digest_of = environment if one == regime else str
-        measurements += _stored(problem, gpu, one, store, known - {problem}, digest_of)
-        known |= {m.problem for m in measurements}
+        measurements += _stored(problem, gpu, one, store, excluded - {problem}, digest_of)
+        excluded |= {m.problem for m in measurements}
         for part in _shipped(gpu, one):
-            if part.problem.op == problem.op and part.problem not in known:
+            if part.problem.op == problem.op and part.problem not in excluded:
                 measurements += [m for m in part.measurements if not m.is_final]
     return [m for m in measurements if _is_own(m)]
 

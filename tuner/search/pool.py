@@ -308,5 +308,5 @@ def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
         return [{**orders[0], "decomposition_mode": mode} for mode in modes]
     is_short = min(problem.m, problem.n) <= MAX_NARROW
     is_resident = ProductSizes.of(problem).inputs * MEGABYTE <= MAX_RESIDENT_BYTES
-    kept = orders[:1] if is_short or is_resident else orders
-    return [{**order, "pdl": True} for order in kept]
+    used = orders[:1] if is_short or is_resident else orders
+    return [{**order, "pdl": True} for order in used]

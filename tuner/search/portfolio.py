@@ -109,11 +109,11 @@ def make(
             continue
         by_use = sorted(regimes, key=lambda r: (r.launch != "stream", -len(regimes[r]), str(r)))
         for regime in by_use:
-            found = pooled(domain, regime, by_domain)
+            pool = pooled(domain, regime, by_domain)
             more = [p for d in domain.of_times for p in by_domain.get(d, {}).get(regime, ())]
             without = domain.without_activation
             plain = [] if without is None else pooled(without, regime, by_domain)
-            models = _models(domain, regime, found, more, plain, gpu, kernels)
+            models = _models(domain, regime, pool, more, plain, gpu, kernels)
             if models is not None:
                 domains[domain] = models
                 break

@@ -74,16 +74,16 @@ class Fits:
         the kind's kernels in the domain are the prior.
         """
         out, group = frozenset(held), self._domain.group
-        rest = [p for p in kernel.points if group(p.problem) not in out]
+        points = [p for p in kernel.points if group(p.problem) not in out]
         if base is not None and self._plain is not None:
-            return added(rest, self._gpu, self._plain.rates(base, None, held))
+            return added(points, self._gpu, self._plain.rates(base, None, held))
         key, prior = (_kind(kernel), out), None
         if not is_vendor(kernel.config):
             if key not in self._priors:
                 every = [p for p in self._own[key[0]] if group(p.problem) not in out]
                 self._priors[key] = fitted(every, self._gpu)
             prior = self._priors[key]
-        return fitted(rest, self._gpu, prior)
+        return fitted(points, self._gpu, prior)
 
 
 def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = None) -> list[float]:
@@ -107,13 +107,13 @@ def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = No
     amounts = np.array([family.work(p.problem, p.config, gpu) for p in points])
     amounts *= [term not in MASK_TERMS for term in family.work_terms]
     relative = amounts / np.array([[p.us] for p in points])
-    wanted = np.ones(len(points))
+    targets = np.ones(len(points))
     if prior is not None:
         weight = PRIOR_WEIGHTS[points[0].problem.op]
         weights = math.sqrt(weight) * relative.mean(axis=0)
         relative = np.vstack([relative, np.diag(weights)])
-        wanted = np.concatenate([wanted, weights * np.array(prior)])
-    rates, _ = nnls(relative, wanted, maxiter=100 * amounts.shape[1])
+        targets = np.concatenate([targets, weights * np.array(prior)])
+    rates, _ = nnls(relative, targets, maxiter=100 * amounts.shape[1])
     return [float(rate) for rate in rates]
 
 

@@ -163,7 +163,7 @@ def _called(
             problem for rows in ("wide", "tall") for problem in called.get(ProductDomain(rows), ())
         ]
         return dict.fromkeys(
-            made for layer in layers if (made := _gradient(layer, domain)) is not None
+            gradient for layer in layers if (gradient := _gradient(layer, domain)) is not None
         )
     calls = dict(called.get(domain, ()))
     if isinstance(domain, ProductDomain) and domain.epilogue != "bias":

@@ -57,8 +57,8 @@ class Spread(NamedTuple):
 
     def trusted(self, domain: AnyDomain) -> tuple[tuple[float, float], ...]:
         """The bounds within which a time model is trusted (`Domain.trusted_above`)."""
-        found = zip(self.bounds, domain.trusted_below, domain.trusted_above, strict=True)
-        return tuple((low / below, high * above) for (low, high), below, above in found)
+        limits = zip(self.bounds, domain.trusted_below, domain.trusted_above, strict=True)
+        return tuple((low / below, high * above) for (low, high), below, above in limits)
 
     def holds(self, sizes: tuple[int, ...], domain: AnyDomain) -> bool:
         """True if every size is within the trusted bounds."""
@@ -199,10 +199,10 @@ class DomainModels:
 
     def times(self, gpu: Gpu) -> DomainTimes:
         """Expected times of the candidates on a GPU."""
-        found = self._times.get(gpu.name)
-        if found is None or (found.gpu is not gpu and found.gpu != gpu):
-            found = self._times[gpu.name] = DomainTimes(self, gpu)
-        return found
+        times = self._times.get(gpu.name)
+        if times is None or (times.gpu is not gpu and times.gpu != gpu):
+            times = self._times[gpu.name] = DomainTimes(self, gpu)
+        return times
 
 
 Legality = tuple[Hashable, ...]
@@ -220,17 +220,17 @@ class DomainTimes:
 
     def __init__(self, models: DomainModels, gpu: Gpu) -> None:
         self.models, self.gpu = models, gpu
-        known = [
+        served = [
             (place, one, one.family)
             for place, one in enumerate(models.candidates)
             if one.family is not None
         ]
-        self._own = {place: one for place, one, family in known if not family.is_vendor}
-        self.vendors = [one for _, one, family in known if family.is_vendor]
+        self._own = {place: one for place, one, family in served if not family.is_vendor}
+        self.vendors = [one for _, one, family in served if family.is_vendor]
         """The vendors' kernels that this version has, in the order of their times."""
-        self._vendor_places = [place for place, _, family in known if family.is_vendor]
-        self._families = list(dict.fromkeys(family for *_, family in known))
-        self._family_at = {place: self._families.index(family) for place, _, family in known}
+        self._vendor_places = [place for place, _, family in served if family.is_vendor]
+        self._families = list(dict.fromkeys(family for *_, family in served))
+        self._family_at = {place: self._families.index(family) for place, _, family in served}
         self._vendors_trusted = [one.spread.trusted(models.domain) for one in self.vendors]
         self._vendor_facts = [
             number for number, family in enumerate(self._families) if family.is_vendor
@@ -247,9 +247,9 @@ class DomainTimes:
         The flag is true if an own kernel was measured near the problem's sizes. Then the estimates
         hold only such kernels, otherwise all. Times are microseconds.
         """
-        found: tuple[list[Estimate], Sequence[float], bool]
-        found = self._traced(self._sizes_of(problem), problem)
-        return found
+        expected: tuple[list[Estimate], Sequence[float], bool]
+        expected = self._traced(self._sizes_of(problem), problem)
+        return expected
 
     def legality(self, problem: Problem) -> Legality:
         """`Family.legality_facts` of each family of the domain."""
@@ -280,17 +280,17 @@ class DomainTimes:
         among them, None without one.
         """
         key = tuple([facts[number] for number in self._vendor_facts])
-        found = self._legal_vendors.get(key)
-        if found is None:
+        choice = self._legal_vendors.get(key)
+        if choice is None:
             configs = [self.config(problem, place, 1, facts) for place in self._vendor_places]
             legal = {
                 str(config["kernel"]): (number, config)
                 for number, config in enumerate(configs)
                 if config is not None
             }
-            found = legal, pytorchs_choice(legal) if legal else None
-            self._legal_vendors[key] = found
-        return found
+            choice = legal, pytorchs_choice(legal) if legal else None
+            self._legal_vendors[key] = choice
+        return choice
 
     def is_vendor_near(self, number: int, sizes: tuple[int, ...]) -> bool:
         """True if one of `vendors` was measured near some sizes."""
@@ -443,11 +443,11 @@ class _Block:
 
     def written(self, uses: Counter[str]) -> list[str]:
         """Lines behind those of the tape; names that they need are added to `uses`."""
-        found = [f" own += ({', '.join(self.rows)},)"] if self.rows else []
+        lines = [f" own += ({', '.join(self.rows)},)"] if self.rows else []
         for counts, tape, row in self.loops:
             inner = [f"  {line}" for line in tape.lines(uses)]
-            found += [f" for count in {counts}:", *inner, f"  own.append({row})"]
-        return found
+            lines += [f" for count in {counts}:", *inner, f"  own.append({row})"]
+        return lines
 
 
 def _same(us: Any) -> Any:

@@ -78,15 +78,15 @@ def choose(candidates: Sequence[Entry], gpu: Gpu, allow_other_gpu: bool) -> Look
     same compute capability.
     """
     own = [e for e in candidates if e.gpu.identity == gpu.identity]
-    others = [
+    elsewhere = [
         e
         for e in candidates
         if e.gpu.identity != gpu.identity
         and (gpu.shares_decisions(e.gpu) or (allow_other_gpu and gpu.shares_kernels(e.gpu)))
     ]
-    others.sort(key=lambda e: (abs(e.gpu.sm_count - gpu.sm_count), e.gpu.identity))
+    elsewhere.sort(key=lambda e: (abs(e.gpu.sm_count - gpu.sm_count), e.gpu.identity))
     for provenance in PROVENANCES:
-        for entry in own + others:
+        for entry in own + elsewhere:
             if entry.provenance is provenance:
                 return _answer(entry, gpu)
     return None

@@ -192,15 +192,15 @@ def _add_configs(app: FastAPI, served: ServedDecisions, metrics: Metrics) -> Non
     )
     async def look_up(batch: LookupBatch) -> Response:
         table = served.table
-        found = []
+        bodies = []
         for number, item in enumerate(batch.items):
             try:
-                found.append(table.answer(Question(*_asked(item))))
+                bodies.append(table.answer(Question(*_asked(item))))
             except ConfigError as exc:
                 raise ConfigError(f"items.{number}: {exc}") from exc
-        misses = found.count(b"null")
-        metrics.count_lookups(len(found) - misses, misses)
-        return Json(b'{"answers":[' + b",".join(found) + b"]}")
+        misses = bodies.count(b"null")
+        metrics.count_lookups(len(bodies) - misses, misses)
+        return Json(b'{"answers":[' + b",".join(bodies) + b"]}")
 
     @app.get(
         "/v1/snapshot",

@@ -214,25 +214,27 @@ def _blocks(problem: AttentionProblem, config: Config) -> list[str]:
 
 def _parts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of `split_keys`."""
-    found, keys, params = [], config["split_keys"], config.params
+    reasons, keys, params = [], config["split_keys"], config.params
     excluded = ["key_groups", "stages_output", "stream_k", "rescale", "skips_masked"]
     if "carries_parts" in params:
         excluded = ["key_groups", "stream_k"]
     if config["splits"] > 1 or any(name in params for name in excluded):
-        found.append(f"split_keys is for splits=1 without {', '.join(excluded)}, only")
+        reasons.append(f"split_keys is for splits=1 without {', '.join(excluded)}, only")
     if config["score_buffers"] > 1:
-        found.append("split_keys is for one score buffer, only")
+        reasons.append("split_keys is for one score buffer, only")
     if "combine" in params and (config["persistent"] or params["combine"] != "kernel"):
-        found.append("parts of split_keys are combined by a kernel, of blocks that do not persist")
+        reasons.append(
+            "parts of split_keys are combined by a kernel, of blocks that do not persist"
+        )
     is_other = problem.is_varlen and not problem.is_paged
     is_other |= problem.is_windowed or problem.has_sinks or bool(problem.block_mask)
     if is_other or problem.dtype == E4M3:
-        found.append(
+        reasons.append(
             "split_keys is for fp16 and bf16 without windows, sinks, block_mask or packed sequences"
         )
     if keys % config["tile_n"]:
-        found.append(f"tile_n={config['tile_n']} does not divide split_keys={keys}")
-    return found
+        reasons.append(f"tile_n={config['tile_n']} does not divide split_keys={keys}")
+    return reasons
 
 
 def _packing(problem: AttentionProblem, config: Config) -> list[str]:

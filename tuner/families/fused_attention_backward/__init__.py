@@ -121,51 +121,53 @@ class FusedAttentionBackward(Family):
         return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        problem, found = _backward(problem), []
+        problem, reasons = _backward(problem), []
         head_dim, sharing = instance(problem.head_dim), sharing_groups(problem.head_dim)
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
         if groups % sharing:
             return [f"warp_groups={groups} do not share keys in {sharing}s"]
         is_plain = not (config["late_dq"] or config["early_exp"])
         if sharing > 1 and not (is_plain and config["v_registers"] == 0):
-            found.append("late_dq, early_exp and v_registers are not for groups that share keys")
+            reasons.append("late_dq, early_exp and v_registers are not for groups that share keys")
         elif head_dim == 96 and config["v_registers"] == 50:
-            found.append("v_registers=50 of 96 columns is not a whole number of swizzle atoms")
+            reasons.append("v_registers=50 of 96 columns is not a whole number of swizzle atoms")
         if problem.softcap and config["early_exp"]:
-            found.append("early_exp is 0 under a soft cap, whose derivatives make P")
+            reasons.append("early_exp is 0 under a soft cap, whose derivatives make P")
         if problem.is_varlen and config["rotate"]:
-            found.append("rotate=true has no variable lengths")
+            reasons.append("rotate=true has no variable lengths")
         if config["stages"] == 1 and config["late_dq"]:
-            found.append("stages=1 has no late_dq: the next queries come when these are free")
+            reasons.append("stages=1 has no late_dq: the next queries come when these are free")
         if problem.is_deterministic and config["dq"] != "ordered":
-            found.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
+            reasons.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
         if config["rotate"] and config["dq"] == "ordered":
             if problem.is_causal or problem.is_windowed:
-                found.append("rotate=true orders the sums of full masks only")
+                reasons.append("rotate=true orders the sums of full masks only")
             if gpu.sm_count < CHUNK_MULTIPROCESSORS:
-                found.append(f"rotate=true in order needs {CHUNK_MULTIPROCESSORS} multiprocessors")
+                reasons.append(
+                    f"rotate=true in order needs {CHUNK_MULTIPROCESSORS} multiprocessors"
+                )
         if config["persistent"] and config["rotate"]:
-            found.append("persistent=true has no rotate: blocks of a chunk must run at once")
+            reasons.append("persistent=true has no rotate: blocks of a chunk must run at once")
         rows, columns = (head_dim, tile_m) if swaps else (tile_m, head_dim)
         side = "head dimension" if swaps else "tile_m"
         slabs = rows // 64
         if rows % 64:
-            found.append(f"{side}={rows} is not a multiple of 64, the rows of a product for dQ")
+            reasons.append(f"{side}={rows} is not a multiple of 64, the rows of a product for dQ")
         elif groups % slabs:
-            found.append(f"{slabs} slabs of dQ do not divide warp_groups={groups}")
+            reasons.append(f"{slabs} slabs of dQ do not divide warp_groups={groups}")
         elif columns % (groups // slabs * 16):
-            found.append(f"{groups // slabs} groups do not share {columns} columns of dQ in 16s")
+            reasons.append(f"{groups // slabs} groups do not share {columns} columns of dQ in 16s")
         else:
             needed = self.registers(problem, config) + OVERHEAD_REGISTERS
             if needed > REGISTERS[groups][1]:
-                found.append(f"{needed} registers a thread exceed {REGISTERS[groups][1]}")
+                reasons.append(f"{needed} registers a thread exceed {REGISTERS[groups][1]}")
         smem = self.smem_bytes(problem, config)
         if smem > SMEM_PER_BLOCK_BYTES:
-            found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
+            reasons.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
         tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.heads_q
         if tiles > MAX_EXTENT:
-            found.append(f"{tiles} tiles of queries exceed {MAX_EXTENT}")
-        return found
+            reasons.append(f"{tiles} tiles of queries exceed {MAX_EXTENT}")
+        return reasons
 
     @staticmethod
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:

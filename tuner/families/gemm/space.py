@@ -255,7 +255,7 @@ def _plain_stages(problem: GemmProblem, shape: GemmShape, params: dict[str, Valu
         * (int(params["tile_m"]) + int(params["tile_n"]))
         * int(params["tile_k"])
     )
-    found: list[int] = []
+    depths: list[int] = []
     for blocks in range(1, 4 if accumulators <= 32 else 3 if accumulators <= 64 else 2):
         budget = min(
             SMEM_PER_BLOCK_BYTES, SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
@@ -266,8 +266,8 @@ def _plain_stages(problem: GemmProblem, shape: GemmShape, params: dict[str, Valu
             and smem_bytes(problem, Config("gemm", {**params, "stages": stages}))[1] > budget
         ):
             stages -= 1
-        found.append(stages)
-    return list(dict.fromkeys(found))
+        depths.append(stages)
+    return list(dict.fromkeys(depths))
 
 
 def _scheduled(shape: GemmShape, compiled: dict[str, Value], gpu: Gpu) -> Iterator[Config]:

@@ -104,14 +104,14 @@ def serves(problem: GroupedGemmProblem, gpu: Gpu) -> bool:
 def select(problem: GroupedGemmProblem, gpu: Gpu) -> RuleSelection | None:
     """The rule's kernels for a problem; None when none takes it."""
     ranked = []
-    for config, known in KERNELS.get(problem.dtype, {}).items():
+    for config, rates in KERNELS.get(problem.dtype, {}).items():
         member = families()[config.family]
         if not member.accepts(problem, config, gpu):
             continue
-        if isinstance(known, Rates):
-            us = grouped_estimate_us(problem, config, gpu, known)
+        if isinstance(rates, Rates):
+            us = grouped_estimate_us(problem, config, gpu, rates)
         else:
-            us = known * member.predict_us(problem, config, gpu)
+            us = rates * member.predict_us(problem, config, gpu)
         ranked.append((us, config))
     return RuleSelection.of(ranked, "chosen by the rule of grouped products")
 

@@ -84,14 +84,14 @@ class MaskedCall(PreparedCall):
     def prepared(self, *inputs: Any) -> Callable[..., Any]:
         import torch
 
-        problem, tables, seen = self._problem, inputs[3:], seen_by(*inputs[3:])
+        problem, tables, visible = self._problem, inputs[3:], seen_by(*inputs[3:])
         batches, heads, *_ = problem.block_shape
         lengths = problem.seqlen_q, problem.seqlen_kv
         device, timed = inputs[0].device, _timed(problem)
         queries, keys = (torch.arange(length, device=device) for length in lengths)
         due = timed(0, 0, queries[:, None], keys)
         is_timed = all(
-            torch.equal(seen(*at, queries[:, None], keys), due)
+            torch.equal(visible(*at, queries[:, None], keys), due)
             for at in product(range(batches), range(heads))
         )
         attend = self._attend if is_timed else self._by_tables

@@ -119,10 +119,10 @@ def served(
         return None
     plans = {length: plan}
     for other in (first, last, (first + last) // 2):
-        found = plans.get(other) or resolved(other)
-        if found is None:
+        neighbour = plans.get(other) or resolved(other)
+        if neighbour is None:
             return None
-        plans[other] = found
+        plans[other] = neighbour
     steps = _lines(sorted(plans.items()))
     return None if steps is None else Lengths(first, last, steps)
 

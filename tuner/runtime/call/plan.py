@@ -229,10 +229,10 @@ class KernelPlan(Plan):
         if strides is None:
             launches = member.launches(problem, config, scale)
         else:
-            found = member.strided_launches(problem, config, scale, strides)
-            if isinstance(found, str):
-                raise ConfigError(found)
-            launches = found
+            strided = member.strided_launches(problem, config, scale, strides)
+            if isinstance(strided, str):
+                raise ConfigError(strided)
+            launches = strided
         offset, steps = self.steps[0].workspace_at, []
         for known, launch in zip(self.steps, launches, strict=True):
             steps.append(_step(problem, known.kernel, launch, offset))
@@ -413,11 +413,13 @@ def _vendor_plan(
 
 def _other_build(kernel: str, measurement: Measurement) -> str:
     """Reason not to serve a measured peer whose package has changed since; else empty."""
-    known = measurement.environment.facts.get(owner_of(kernel))
+    measured = measurement.environment.facts.get(owner_of(kernel))
     here = installed.build_of(kernel)
-    if not here or known is None or known == here:
+    if not here or measured is None or measured == here:
         return ""
-    return f"{kernel} is of {here}, measured was {known} (tuner entries revalidate times it here)"
+    return (
+        f"{kernel} is of {here}, measured was {measured} (tuner entries revalidate times it here)"
+    )
 
 
 def own_plan(posed: Posed, member: Family, measurement: Measurement, device: int) -> KernelPlan:

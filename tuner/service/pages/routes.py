@@ -210,23 +210,23 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         problem = place.problem
         task = None if job is None else _task(store, job, problem)
         runs = trials.runs(store, problem)
-        chosen = trials.choose(
+        shown_run = trials.choose(
             runs,
             key=run,
             sweep=task.sweep if task else sweep,
             gpu=place.gpu,
             regimes=place.regimes,
         )
-        if chosen is None and run is not None:
+        if shown_run is None and run is not None:
             raise HTTPException(404, f"there is no run {run} of {problem.op} {problem.label()}")
-        if task is not None and chosen is not None and chosen.sweep != (task.sweep or None):
-            chosen = None  # nothing of its sweep yet: what another one found is not its
-        rows = chosen.table(show) if chosen else []
+        if task is not None and shown_run is not None and shown_run.sweep != (task.sweep or None):
+            shown_run = None  # nothing of its sweep yet: what another one found is not its
+        rows = shown_run.table(show) if shown_run else []
         query = dict(request.query_params) | {"show": None if show == "all" else show}
         values = {
             "problem": problem,
             "runs": runs,
-            "run": chosen,
+            "run": shown_run,
             "job": job,
             "task": task,
             "rows": rows[first : first + trials.ROWS],
