@@ -50,7 +50,6 @@ def test_no_kernel_spills_or_serialises_its_products(
     for case, spec in ((case, spec) for case, spec in ALL.items() if spec in futures):
         artifact = futures[spec].result()
         used = artifact.resources
-        assert used is not None
         assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), case
         assert not artifact.facts.get("advice"), case
 

@@ -33,7 +33,6 @@ def test_no_kernel_spills_or_serialises_its_products(name: str, device_compiler:
     [(_, future)] = device_compiler.submit([spec_of(*COMPILED[name])])
     artifact = future.result()
     used = artifact.resources
-    assert used is not None
     assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0)
     assert not artifact.facts.get("advice")
 

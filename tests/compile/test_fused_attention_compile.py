@@ -136,7 +136,6 @@ SWIZZLE = re.search(
     (resources.templates() / "attention.h").read_text(),
     re.M | re.S,
 )
-assert SWIZZLE is not None
 INCLUDES = f"""
 #include <cstdio>
 #include <cute/tensor.hpp>

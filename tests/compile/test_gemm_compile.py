@@ -100,7 +100,6 @@ def test_branches_of_the_template_compile_without_spills(
 ) -> None:
     [(_, future)] = (compiler if number == LOADED else device_compiler).submit([ALL[number]])
     used = future.result().resources
-    assert used is not None
     assert used.registers > 0
     assert used.spill_store_bytes == used.spill_load_bytes == 0
 

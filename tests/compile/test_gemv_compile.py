@@ -56,7 +56,6 @@ def test_a_sample_of_the_space_compiles_without_spills(
     for (problem, chosen), (_, future) in zip(CASES, submitted, strict=True):
         assert GEMV.violations(problem, chosen, DEFAULT_GPU) == []
         used = future.result().resources
-        assert used is not None
         assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), chosen.params
         assert used.registers * block_threads(chosen) * chosen["blocks_per_sm"] <= 65536
         assert registers(chosen) >= 0.75 * used.registers, "the predicate knows too few"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.compile import triton_compiler
 from tuner.compile.artifacts import ArtifactCache
@@ -79,12 +79,7 @@ def test_a_unit_becomes_artifacts(capability: str, tools: Toolchain, shared_cach
         assert artifact.compile_cpu_s > 0
         [launch] = FAMILY.launches(problem, config, 0.125)
         assert load(artifact).workspace_bytes(launch.integers) == 0
-        done = subprocess.run(
-            ["nm", "-D", "--defined-only", str(artifact.library)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = ran("nm", "-D", "--defined-only", str(artifact.library))
         exported = {line.split()[-1] for line in done.stdout.splitlines()}
         assert {f"tuner_{artifact.key}_launch", f"tuner_{artifact.key}_workspace"} <= exported
         assert all(name.startswith("tuner_") for name in exported), "nothing else is exported"
@@ -144,5 +139,5 @@ def test_importing_the_package_does_not_import_triton() -> None:
         "import sys, tuner.compile.compiler; from tuner.families import families; families(); "
         "print('triton' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = ran(sys.executable, "-c", code)
     assert done.stdout.strip() == "False"

@@ -70,7 +70,6 @@ def kernels() -> list[KernelSpec]:
         known = (one for one in shipped() if (one.op, one.gpu) == (problem.op, DEFAULT_GPU))
         portfolio = None if rule_of(problem) else next(known)
         selection = invariant.select(problem, this_gpu(), portfolio)
-        assert selection is not None
         config = selection.expected[0][1]
         found |= dict.fromkeys(families()[config.family].kernels(problem, config).values())
     return list(found)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.base.processes import python_command, python_environment
 
@@ -35,7 +35,4 @@ assert table() == before
 @pytest.mark.compile
 def test_operators_are_overridden_once_the_dispatcher_is_built(tmp_path: Path) -> None:
     environment = {**python_environment(), "TUNER_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        python_command("-c", PROGRAM), env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    ran(*python_command("-c", PROGRAM), env=environment, timeout=300)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -21,13 +21,11 @@ def test_an_example_runs(path: Path) -> None:
     if path.stem == "06_jobs_and_service":
         pytest.importorskip("uvicorn", reason="the example needs the extra `service`")
     search = str(path.parents[1]), os.environ.get("PYTHONPATH", "")
-    run = subprocess.run(
-        [sys.executable, "-P", path],
+    run = ran(
+        sys.executable,
+        "-P",
+        path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
-        capture_output=True,
-        text=True,
         timeout=380,
-        check=False,
     )
-    assert run.returncode == 0, run.stderr
     assert "not on a CUDA device" not in run.stdout

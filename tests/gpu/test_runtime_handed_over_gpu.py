@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ran
 from runtime_gpu import (
     TOLERANCE,
     call_path,
@@ -79,9 +79,7 @@ def test_calls_agree_with_float64(
     }
     command = [sys.executable, str(CHILD), group, way, str(GROUPS[group][long_mode])]
     limit = TIMEOUT_S * (10 if long_mode else 1)
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=limit, check=False
-    )
+    done = ran(*command, code=None, env=environment, timeout=limit)
     results: dict[str, Any] = dict(map(json.loads, done.stdout.splitlines()))
     faults = {name: it for name, it in results.items() if isinstance(it, str) or not it < LIMIT}
     assert not faults, json.dumps(faults, indent=1)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
+from programs import ran
 from runtime_gpu import fresh_store, grouped, inputs, part, store, this_gpu
 
 import tuner
@@ -239,14 +239,7 @@ def test_processes() -> None:
     check(FULL, tuner.attention(*tensors), tensors)
     workers = torch.utils.data.DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
     assert torch.cat(list(workers)).tolist() == list(range(8))
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=dict(os.environ),
-    )
+    done = ran(sys.executable, "-c", CHILD, code=None, timeout=240, env=dict(os.environ))
     assert done.stdout.split() == ["1"], done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from programs import ran
 from runtime_gpu import (
     OWN,
     SHAPES,
@@ -79,13 +79,7 @@ def test_the_first_thing_of_cuda_that_a_thread_does(
     problem = AttentionProblem.parse(SHAPES[0])
     config, artifacts = compiled(compiler, problem, gpu, OWN[0])
     store(problem, gpu, config, artifacts=artifacts)
-    child = subprocess.run(
-        [sys.executable, "-c", COLD_THREAD, SHAPES[0], path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, f"{child.returncode}: {child.stderr}"
+    child = ran(sys.executable, "-c", COLD_THREAD, SHAPES[0], path)
     assert "TMA" not in child.stderr, "a descriptor was refused"
 
 
@@ -202,10 +196,7 @@ def test_an_update_is_seen_within_a_second(path: str, compiler: Compiler, gpu: G
     tensors = inputs(problem)
     tuner.attention(*tensors)
     entry = json.dumps([problem.to_json(), asdict(gpu), config.to_json(), artifacts])
-    writer = subprocess.run(
-        [sys.executable, "-c", WRITER, entry], capture_output=True, text=True, check=False
-    )
-    assert writer.returncode == 0, writer.stderr
+    ran(sys.executable, "-c", WRITER, entry)
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         tuner.attention(*tensors)
@@ -255,9 +246,7 @@ def test_an_asynchronous_error_is_not_hidden(compiler: Compiler, gpu: Gpu, tmp_p
     problem = AttentionProblem.parse(SHAPES[0])
     config, artifacts = compiled(compiler, problem, gpu, OWN[0])
     store(problem, gpu, config, artifacts=artifacts)
-    done = subprocess.run(
-        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = ran(sys.executable, "-c", LOST, code=None, timeout=120)
     assert "seen: " in done.stdout, done.stdout + done.stderr
 
 

@@ -7,11 +7,11 @@ tests compiled is not compiled again.
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ran
 
 from tuner.base.processes import python_command, python_environment
 
@@ -36,14 +36,11 @@ print(json.dumps([error, stats.hits, stats.portfolio_hits, dict(stats.fallbacks)
 def run(cache: Path, *arguments: str, **variables: str) -> str:
     """Standard output of a command that has to end well."""
     inherited = {k: v for k, v in python_environment().items() if k != "TUNER_STORE"}
-    done = subprocess.run(
-        python_command(*arguments),
-        capture_output=True,
-        text=True,
+    done = ran(
+        *python_command(*arguments),
         timeout=TIMEOUT_S,
         env={**inherited, "TUNER_CACHE_DIR": str(cache), **variables},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 

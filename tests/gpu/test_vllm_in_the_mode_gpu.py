@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.base.processes import python_command, python_environment
 
@@ -27,15 +27,7 @@ MODE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATIO
 
 
 def printed(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        command,
-        env={**python_environment(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    done = ran(*command, env={**python_environment(), **environment}, timeout=280)
     return done.stdout
 
 

@@ -40,7 +40,6 @@ def fill(path: Path) -> None:
         store.end_sweep("sweep1", "done")
         store.jobs.submit([PROBLEM, GemmProblem(64, 64, 64)], {"effort": "full"}, priority=2)
         claim = store.jobs.claim("host:1")
-        assert claim is not None
         store.jobs.begin(claim.lease, "sweep1")
         store.jobs.extend(claim.lease, {"phase": "search", "done": 1, "goal": 2})
         store.mirror(_elsewhere(store.export()), url="http://host:1", etag="x", check=lambda m: [])

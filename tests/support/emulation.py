@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from programs import ran
+
 from tuner.base import resources
 
 EMULATOR = Path(__file__).parents[1] / "compile" / "emulator"
@@ -52,5 +54,5 @@ def emulated(
     command = [str(nvcc), "-x", "c++", "-std=c++17", "-O2", "-Xcompiler=-w"]
     command += [f"-I{folder}" for folder in (EMULATOR, resources.templates())]
     subprocess.run([*command, "-o", str(program), str(source)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300, check=False)
+    done = ran(str(program), code=None, timeout=300)
     return "" if done.returncode == 0 else (done.stdout + done.stderr).strip() or "it failed"

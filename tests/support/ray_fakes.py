@@ -35,7 +35,6 @@ def recorded() -> recording.Recording:
     a final time has its quick one, since a sweep of today chooses other finalists.
     """
     shipped = recording_archive.find(PROBLEM, H200, Regime.choices(PROBLEM.op))
-    assert shipped is not None
     own = [replace(m, regime=REGIME) for m in shipped.measurements if m.config.family == FAMILY]
     quick = [m for m in own if not m.is_final]
     final = {m.config: replace(m, is_final=True) for m in quick}

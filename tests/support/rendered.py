@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from programs import ran
+
 from tuner.compile.artifacts import Artifact
 from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.measurement import Resources
@@ -40,14 +42,7 @@ def run_on_host(
         command += [f"-L{path}" for path in tools.library_dirs]
     command += ["-std=c++17", "-w", *options, "-o", str(program), str(source)]
     subprocess.run(command, check=True, timeout=300)
-    done = subprocess.run(
-        [str(program), *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-    )
+    done = ran(str(program), *arguments, timeout=200, cwd=folder)
     return done.stdout
 
 
@@ -57,7 +52,6 @@ def clean(artifact: Artifact, spilled: int = 0) -> Resources:
     It advises where it serializes WGMMAs or ignores setmaxnreg: C7504 to C7515.
     """
     used = artifact.resources
-    assert used is not None
     assert max(used.spill_store_bytes, used.spill_load_bytes) <= spilled
     assert not artifact.facts.get("advice")
     return used

@@ -50,7 +50,6 @@ def test_what_is_put_is_found_by_another_cache(cache: ArtifactCache) -> None:
     made = put(cache, "k1")
     found = ArtifactCache(cache.root).find("k1")
     assert found == made
-    assert found is not None
     assert (found.resources, found.compile_cpu_s, found.facts) == (USED, 1.5, {"n": 1})
     assert found.library.read_bytes() == b"library"
     assert (cache.root / "k1" / "kernel.cu").read_text() == "// cu"

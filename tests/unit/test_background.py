@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.compile import background, toolchain
 from tuner.compile.artifacts import ArtifactCache
@@ -170,8 +170,7 @@ def test_a_forked_child_builds_for_itself() -> None:
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
         "assert background._builder is mine\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ran(sys.executable, "-c", script)
 
 
 def test_processes_that_miss_the_same_kernel_share_one_build(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import signal
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from bench_machines import (
     measured,
     task,
 )
+from programs import ran
 
 from benchmarks import __main__ as bench_main
 from tuner.base.processes import Interrupted
@@ -346,7 +346,7 @@ def test_an_operation_without_a_suite_wants_shapes(capsys: pytest.CaptureFixture
 
 def test_the_script_names_what_it_can_run() -> None:
     script = Path(__file__).parents[2] / "scripts" / "bench"
-    done = subprocess.run([script, "nope"], capture_output=True, text=True, check=False)
+    done = ran(script, "nope", code=None)
     assert done.returncode == 2 and done.stderr.startswith("unknown benchmark 'nope'")
     offered = done.stderr.partition("one of: ")[2].split()
     assert offered[: len(PROBLEMS)] == sorted(PROBLEMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from bench_programs import (  # noqa: F401
 from bench_sglang import attention, runner  # noqa: F401
 from bench_sweeps import compiler, sweeps  # noqa: F401
 from bits_fakes import row_by_row  # noqa: F401
+from programs import ran
 
 from benchmarks import harness, population, population_peers
 from benchmarks.__main__ import NAMES, main
@@ -167,8 +167,8 @@ def test_every_argument_has_a_text() -> None:
 
 
 def test_the_script_names_them_too() -> None:
-    said = subprocess.run([TOP / "scripts" / "bench"], capture_output=True, text=True, check=False)
+    said = ran(TOP / "scripts" / "bench", code=None)
     assert said.returncode != 0
     assert said.stderr.split()[-len(NAMES) :] == list(NAMES)
     asked = [TOP / "scripts" / "bench", "--help"]
-    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == said.stderr
+    assert ran(*asked).stdout == said.stderr

@@ -99,7 +99,6 @@ def test_kernels_of_the_portfolio_enter_the_list_and_decided_ones_the_store(
     known = written_list()
     assert [kernel.spec for kernel in known.kernels.values()] == [selected.key]
     decided = lookup(DECIDED, gpu=H200)
-    assert decided is not None
     artifacts = decided.entry.winner.artifacts
     kernels = answering(DECIDED, H200).kernels
     machine = Compiler(TOOLS, ArtifactCache(), jobs=None, capability="9.0")

@@ -160,7 +160,6 @@ def test_a_signal_ends_with_its_code_and_the_best_so_far(
     assert "tuner: interrupted; the best so far is stored" in err
     assert "Traceback" not in err
     found = tuner.lookup(PROBLEM, path=tmp_path / "c.sqlite")
-    assert found is not None
     assert found.entry.provenance is Provenance.REPLAYED
 
 

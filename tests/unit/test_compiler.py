@@ -53,7 +53,6 @@ def idle(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
 def taken(made: Compiler) -> Sequence[KernelJob]:
     """Jobs of the next unit."""
     unit = made._take()
-    assert unit is not None
     return unit.jobs
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 TOP = Path(__file__).parents[2]
 PAGES = TOP / "docs" / "pages"
@@ -18,10 +18,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--quiet"]
     command += ["--config-file", str(TOP / "docs" / "mkdocs.yml"), "--site-dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TOP), "NO_MKDOCS_2_WARNING": "1"}
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run = ran(*command, env=environment, timeout=240)
     assert run.stderr == ""
     assert "warp_softmax" in (tmp_path / "examples.html").read_text(), "examples are included"
     reference = (tmp_path / "reference.html").read_text()

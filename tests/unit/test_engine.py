@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from programs import ran
 from stored import measured
 from toys import REGIME, catalogue, recording
 
@@ -109,7 +110,7 @@ open_store(sys.argv[1]).close()
 print(had)
 """
     command = [sys.executable, "-c", script, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = ran(*command)
     assert done.stdout.strip() == "[True]"
 
 

@@ -7,13 +7,13 @@ import contextlib
 import importlib
 import json
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ran
 
 from tuner import settings
 from tuner.cli import entries as commands
@@ -245,8 +245,7 @@ class TestLookup:
             "heavy = {'torch', 'sqlalchemy', 'optuna', 'numpy', 'jinja2', 'jsonschema'}\n"
             "sys.exit(code or ', '.join(heavy & set(sys.modules)) or None)\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = ran(sys.executable, "-c", script)
         assert "13.0 us" in done.stdout
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 pytest.importorskip("torch", reason="the examples need torch")
 pytest.importorskip("transformers", reason="the third example needs transformers")
@@ -30,15 +30,7 @@ SHOWN = {
 def test_an_example_prints_what_its_page_shows(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TUNER_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(FOLDER.parent)
-    run = subprocess.run(
-        [sys.executable, "-P", FOLDER / name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run = ran(sys.executable, "-P", FOLDER / name, env=environment, timeout=240)
     printed = run.stdout.splitlines()
     for line in SHOWN[name]:
         begins = line.removesuffix("...")

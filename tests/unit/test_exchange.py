@@ -106,7 +106,6 @@ def test_imported_entries_say_so_and_have_no_artifacts_here(filled: Store) -> No
     with open_store("sqlite://") as other:
         other.import_(filled.export())
         entry = other.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert entry.origin == "imported"
         assert entry.pinned
         assert entry.winner.config == SLOWER
@@ -114,7 +113,6 @@ def test_imported_entries_say_so_and_have_no_artifacts_here(filled: Store) -> No
         assert entry.best_own.artifacts == {}, "a file must not choose a local binary"
         other.record_build(PROBLEM, OWN, {"main": "f" * 32})
         entry = other.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert entry.best_own is not None
         assert entry.best_own.artifacts == {"main": "f" * 32}
         assert other.export() == filled.export(), "what was measured is what is exported"
@@ -142,7 +140,6 @@ def test_a_decision_of_ones_own_stands_against_an_imported_one(filled: Store) ->
         assert (report.entries_added, report.entries_replaced) == (2, 0)
         assert report.entries_kept == (f"{PROBLEM.label()} on NVIDIA H200 (stream-warm)",)
         entry = other.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert (entry.sweep, entry.origin, entry.pinned) == ("mine", "", False)
 
 
@@ -161,7 +158,6 @@ def test_of_two_imported_decisions_the_newer_stands(store: Store) -> None:
     late = store.import_(decided(11, "2026-10-01T00:00:00+00:00"))
     assert len(late.entries_kept) == 1
     entry = store.best(PROBLEM, H200, WARM)
-    assert entry is not None
     assert entry.winner.latency_us == 12
 
 
@@ -186,7 +182,6 @@ def test_a_measured_decision_replaces_an_imported_one(filled: Store) -> None:
         other.import_(filled.export())
         other.decide(PROBLEM, H200, WARM, [measured(latency_us=12.5)], "mine")
         entry = other.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert (entry.origin, entry.ranking[0].latency_us) == ("", 12.5)
 
 

@@ -65,7 +65,6 @@ def test_the_rule_is_not_bound_by_cudnn_s_time_there() -> None:
     for length in (1088, 1152):
         problem = AttentionBackwardProblem.parse(f"B=1,H=16,S={length},D=128,causal=1,dtype=bf16")
         selection = backward.select(problem, GPUS["H200"])
-        assert selection is not None
         found[length] = {config.family for _, config in selection.own()}
     assert found[1088] - found[1152] == {"fused_attention_backward"}
 

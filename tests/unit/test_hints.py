@@ -206,7 +206,6 @@ def test_names_of_the_installed_library_are_decoded() -> None:
         tile_scheduler=library.TileSchedulerType.StreamK,
     )  # fmt: skip
     decoded = KERNEL.fullmatch(operation.procedural_name())
-    assert decoded is not None
     parts = (decoded["tile"], decoded["cluster"], decoded["layout"], decoded["schedule"])
     assert parts == ("128x128x64", "2x1x1", "tnt", "_warpspecialized_cooperative")
     assert decoded["stream"] and decoded["epilogue"] == "tma"

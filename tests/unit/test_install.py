@@ -6,12 +6,12 @@ import ast
 import importlib
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.base import install, resources
 from tuner.base.install import extra_command, install_command
@@ -74,14 +74,7 @@ def test_every_hint_names_an_extra_that_exists_and_no_bare_pip() -> None:
 )
 def test_without_torch_the_command_is_named(code: str, start: str) -> None:
     script = f"import sys, tuner; sys.modules['torch'] = None; {code}"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=python_environment(),
-    )
-    assert done.returncode == 1
+    done = ran(sys.executable, "-P", "-c", script, code=1, env=python_environment())
     line = done.stderr.splitlines()[-1].removeprefix("ImportError: ")
     assert line.startswith(start)
     assert line.endswith(f"`{extra_command('torch')}`")

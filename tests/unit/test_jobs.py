@@ -93,7 +93,6 @@ class TestContract:
         options = {"effort": "full", "families": ["gemm"], "trials": None}
         id = store.jobs.submit([ONE, TWO, ONE], options, priority=3, attempts=2)
         job = store.jobs.find(id)
-        assert job is not None
         assert (job.priority, job.attempts, job.options) == (3, 2, options)
         assert (job.state, job.counts) == ("queued", {"queued": 2})
         assert [task.problem for task in store.jobs.tasks(id)] == [ONE, TWO]
@@ -109,7 +108,6 @@ class TestContract:
     def test_the_beginning_of_an_id_is_enough(self, store: Store) -> None:
         first = store.jobs.submit([ONE], {})
         found = store.jobs.find(first[:6])
-        assert found is not None
         assert found.id == first
         digits = [store.jobs.submit([ONE], {})[0] for _ in range(17)]  # two begin alike
         with pytest.raises(ConfigError, match=r"names \d+ jobs"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
+from programs import ran
 
 HEAVY = {
     "alembic",
@@ -35,9 +35,7 @@ HEAVY = {
 def modules_after(code: str) -> set[str]:
     """Modules that a fresh interpreter holds after `code`."""
     script = f"import contextlib, io, json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = ran(sys.executable, "-c", script)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -135,7 +135,6 @@ def test_a_store_of_every_revision_opens_with_all_it_held(asset: Path, tmp_path:
     problem, h200, warm = AttentionProblem(1024, 1024, 64), GPUS["H200"], Regime("chained", "warm")
     with open_store(str(path)) as store:
         entry = store.best(problem, h200, warm)
-        assert entry is not None
         assert entry.pinned
         assert [m.latency_us for m in entry.ranking] == [13.5, 14.1, 16.25]
         assert entry.winner.latency_us == 16.25
@@ -145,7 +144,6 @@ def test_a_store_of_every_revision_opens_with_all_it_held(asset: Path, tmp_path:
         failures = store.measurements(problem=problem, final=False)
         assert [(str(m.status), m.log) for m in failures] == [("timeout", "no end after 5 s")]
         sweep = store.find_sweep(problem, h200, warm, entry.winner.environment.digest, "quick")
-        assert sweep is not None
         assert sweep.state == "done"
     with engine_of(path).connect() as connection:
         version = connection.exec_driver_sql("SELECT version_num FROM tuner_version").scalar()

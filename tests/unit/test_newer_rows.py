@@ -139,7 +139,6 @@ def test_commands_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["explain", *shape]) in (0, 1)
     assert "cannot be read" not in capsys.readouterr().err
     answer = lookup(KNOWN, gpu=H200, regime=WARM, path=Path(path))
-    assert answer is not None
     assert answer.entry.winner.latency_us == 9.0
     close()
 
@@ -179,13 +178,11 @@ def test_tasks_are_left_to_a_newer_worker(store: Store, caplog: pytest.LogCaptur
     job = store.jobs.submit([*NEWER, KNOWN], {}, attempts=1)
     assert store.jobs.is_work_left()
     claim = store.jobs.claim("host:1")
-    assert claim is not None
     assert claim.problem == KNOWN
     assert store.jobs.claim("host:1") is None
     store.jobs.finish(claim.lease, "done")
     assert not store.jobs.is_work_left(), "a worker that drains ends"
     record = store.jobs.find(job)
-    assert record is not None
     assert record.counts == {"queued": 2, "done": 1}, "no attempt of theirs was begun"
     assert [task.problem for task in store.jobs.tasks(job)] == [KNOWN]
     events = [event.text for event in store.jobs.events(job)]

@@ -162,7 +162,6 @@ def test_many_start_together_on_a_new_storage(url: str) -> None:
     def start() -> None:
         ready.wait()
         with open_storage(url, faults.append) as studies:
-            assert studies is not None
             studies.copy(finished("a"), SUBJECT)
 
     with ThreadPoolExecutor(8) as pool:
@@ -182,7 +181,6 @@ def test_two_sweeps_that_share_a_study_copy_a_kernel_once(url: str) -> None:
         slow._writer.put(written.set)
         assert written.wait(60)
         with open_storage(url, pytest.fail) as quick:
-            assert quick is not None
             quick.copy(finished("b"), SUBJECT)
         trials.start("b")
         trials.finish("b", 1.0, {"latency_us": 2.5, "variants": 1})
@@ -259,5 +257,4 @@ def test_no_storage_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert studies is None
     monkeypatch.setenv("TUNER_OPTUNA_STORAGE", str(tmp_path / "optuna.log"))
     with open_storage(None, print) as studies:
-        assert studies is not None
         assert studies.name == str(tmp_path / "optuna.log")

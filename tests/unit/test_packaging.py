@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from programs import ran
 
 import tuner
 from tuner.base import resources
@@ -48,10 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tree / "build" / "lib" / "tuner").mkdir(parents=True)
     (tree / "build" / "lib" / "tuner" / "gone.py").write_text("")
     code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-c", code, cwd=tree)
     return out / done.stdout.splitlines()[-1]
 
 
@@ -80,12 +78,13 @@ def site(wheel: Path, tmp_path: Path) -> Path:
 
 def printed(code: str, site: Path) -> str:
     """What a program prints that imports from `site` and not from the checkout."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, sys.argv[1])\n{code}", site],
+    done = ran(
+        sys.executable,
+        "-I",
+        "-c",
+        f"import sys; sys.path.insert(0, sys.argv[1])\n{code}",
+        site,
         cwd=site.parent,
-        capture_output=True,
-        text=True,
-        check=True,
     )
     return done.stdout
 
@@ -215,12 +214,13 @@ def run(
     checkout: Path, script: str, *arguments: str, **codes: int
 ) -> subprocess.CompletedProcess[str]:
     variables = {name: str(codes.get(name, 0)) for name in FAILURES}
-    return subprocess.run(
-        ["bash", script, *arguments],
+    return ran(
+        "bash",
+        script,
+        *arguments,
+        code=None,
         cwd=checkout,
         env={"PATH": os.environ["PATH"], "PYTHON": str(checkout / "python"), **variables},
-        capture_output=True,
-        text=True,
     )
 
 
@@ -288,12 +288,7 @@ def test_the_command_installs_its_compiler_beside_torch(checkout: Path) -> None:
         file.chmod(0o755)
     for tool in ("bash", "env", "cat", "cksum", "tr", "rm", "touch", "dirname", "grep"):
         (checkout / "path" / tool).symlink_to(str(shutil.which(tool)))
-    done = subprocess.run(
-        [checkout / "scripts" / "tuner"],
-        env={"PATH": str(checkout / "path")},
-        capture_output=True,
-        text=True,
-    )
+    done = ran(checkout / "scripts" / "tuner", code=None, env={"PATH": str(checkout / "path")})
     assert (done.returncode, done.stdout) == (0, "tuner\n"), done.stderr
     compiler, core, torch = (checkout / "pip").read_text().splitlines()
     assert f"--target {checkout}/.venv/tuner-nvcc cuda-toolkit[" in compiler

@@ -207,7 +207,6 @@ class TestCounters:
     def test_the_account_names_what_was_counted(self, subject: ReportSubject) -> None:
         profile.keep(counted())
         account = explain(subject)
-        assert account is not None
         assert {claim.source for claim in account.counted} == {COUNTED}
         busy, active, waits = (claim.text for claim in account.counted)
         assert "tensor cores 37 %, special-function units 38 %" in busy

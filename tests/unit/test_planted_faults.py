@@ -69,7 +69,6 @@ def test_a_fault_is_found_where_its_function_moved(tmp_path: Path) -> None:
     (tmp_path / "tuner" / "deep").mkdir(parents=True)
     (tmp_path / "tuner" / "deep" / "b.py").write_text(SOURCE)
     place = planted(FAULT, tmp_path)
-    assert place is not None
     assert place[0].name == "b.py" and "        if False:\n" in place[1]
     assert planted(replace(FAULT, function="Guard.other"), tmp_path) is None
     assert planted(replace(FAULT, before="if size > 3:"), tmp_path) is None

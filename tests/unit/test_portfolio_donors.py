@@ -79,7 +79,6 @@ class TestDonors:
         models = DomainModels(domain, WARM, own, 0.0, REGRET)
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
         found = known.models_of(domain._replace(operand="bool"))
-        assert found is not None
         assert any("pads_heads" in one.config.params for one in found.candidates) is is_taken
 
     def test_legality_is_found_out_anew(self) -> None:
@@ -164,7 +163,6 @@ class TestDonors:
             domains[domain] = DomainModels(domain, Regime("stream", "cold"), [own], 0.5, REGRET)
         known = Portfolio("attention", DEFAULT_GPU, domains)
         masked = known.models_of(AttentionDomain(128, "full", phase, operand="bool"))
-        assert masked is not None
         assert {one.config["tile_n"] for one in masked.candidates} == {64, 96}
         added = known.models_of(AttentionDomain(128, "full", phase, operand="additive"))
         assert added is not None and len(added.candidates) == 1

@@ -98,5 +98,4 @@ def test_a_sweep_ranks_the_most_promising_few(tmp_path: Any) -> None:
         stored = store.best(PROBLEM, DEFAULT_GPU, REGIME)
     assert outcome.kernels == 2
     assert outcome.ranking[0].config == Config("toy", {"m": 30, "raster": "n"})
-    assert stored is not None
     assert (stored.provenance, stored.pass_name) == (Provenance.PREDICTED, "")

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import sqlite3
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ran
 
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
@@ -99,7 +99,6 @@ def ship(folder: Path, *ranking: Measurement) -> None:
 
 
 def us(answer: LookupResult | None) -> float | None:
-    assert answer is not None
     return answer.entry.winner.latency_us
 
 
@@ -113,7 +112,6 @@ class TestAnswers:
         decide(store, measured(), measured(14.1, CUDNN))
         store.pin(PROBLEM, H200, WARM, CUDNN)
         answer = lookup(PROBLEM, gpu=H200, path=path)
-        assert answer is not None
         assert (answer.entry.pinned, answer.entry.winner.config) == (True, CUDNN)
         assert answer.entry.best_own == measured()
 
@@ -142,7 +140,6 @@ class TestAnswers:
         decide(store, measured(regime=cold))
         answer = lookup(PROBLEM, gpu=H200, path=path)
         assert (us(answer), answer and answer.exact) == (13, True)
-        assert answer is not None
         assert answer.notes == ("timed stream-cold: nothing better is known stream-warm",)
         assert lookup(PROBLEM, gpu=H200, regime=WARM, path=path) is None
         assert us(lookup(PROBLEM, gpu=H200, among=store.entries())) == 13
@@ -160,7 +157,6 @@ class TestAnswers:
         decide(store, measured(9.0, regime=chained))
         decide(store, measured(8.0, regime=Regime("stream", "cold")))
         answer = lookup(PROBLEM, gpu=H200, path=path)
-        assert answer is not None
         assert (us(answer), answer.entry.regime) == (9, chained)
         assert answer.notes == ("timed chained-warm: nothing better is known stream-warm",)
         assert us(lookup(PROBLEM, gpu=H200, among=store.entries())) == 9
@@ -172,7 +168,6 @@ class TestAnswers:
     def test_no_gpu_is_said(self, store: Store, path: Path) -> None:
         decide(store, measured())
         answer = lookup(PROBLEM, path=path)
-        assert answer is not None
         assert answer.notes == (f"no GPU named: this is the answer for {DEFAULT_GPU.name}",)
 
     @pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200"])
@@ -193,13 +188,11 @@ class TestAnswers:
     ) -> None:
         decide(store, measured())
         answer = lookup(PROBLEM, gpu=PCIE, path=path, allow_other_gpu=True)
-        assert answer is not None
         assert not answer.exact
         name = PCIE.name
         assert answer.notes == (f"measured on NVIDIA H200, not on {name}: another GPU was allowed",)
         decide(store, measured(15.0, gpu=PCIE))
         answer = lookup(PROBLEM, gpu=PCIE, path=path, allow_other_gpu=True)
-        assert answer is not None
         assert (answer.exact, answer.entry.winner.latency_us, answer.notes) == (True, 15.0, ())
 
     def test_a_gpu_with_as_many_multiprocessors_shares_its_decisions(
@@ -207,13 +200,11 @@ class TestAnswers:
     ) -> None:
         decide(store, measured())
         answer = lookup(PROBLEM, gpu=H100, path=path)
-        assert answer is not None
         assert (answer.kind, answer.exact, answer.entry.gpu) == ("exact", False, H200)
         why = "the same kernels on as many multiprocessors (132)"
         assert answer.notes == (f"measured on NVIDIA H200, not on {H100.name}: {why}",)
         decide(store, measured(15.0, gpu=H100))
         answer = lookup(PROBLEM, gpu=H100, path=path)
-        assert answer is not None
         assert (answer.exact, answer.entry.winner.latency_us, answer.notes) == (True, 15.0, ())
         assert us(lookup(PROBLEM, gpu=H200, path=path)) == 13
 
@@ -236,11 +227,9 @@ class TestAnswers:
         decide(store, measured())
         there = Environment({"driver": "590.1", "cuda": "13.0", "torch": "2.11"})
         answer = lookup(PROBLEM, gpu=H200, path=path, environment=there)
-        assert answer is not None
         assert not answer.exact
         assert answer.notes == ("measured in another environment (driver 580.159, here 590.1)",)
         same = lookup(PROBLEM, gpu=H200, path=path, environment=HERE)
-        assert same is not None
         assert (same.exact, same.notes) == (True, ())
 
     def test_measured_before_replayed_before_predicted(self, store: Store, path: Path) -> None:
@@ -249,7 +238,6 @@ class TestAnswers:
             answer = lookup(PROBLEM, gpu=H200, path=path)
             assert us(answer) == latency
             expected = () if provenance == "measured" else (f"{provenance}, not measured",)
-            assert answer is not None
             assert answer.notes == expected
 
     def test_an_imported_entry_says_so(self, store: Store, path: Path) -> None:
@@ -257,7 +245,6 @@ class TestAnswers:
             decide(other, measured())
             store.import_(other.export())
         answer = lookup(PROBLEM, gpu=H200, path=path)
-        assert answer is not None
         assert answer.notes == ("imported",)
         assert answer.entry.winner.artifacts == {}
 
@@ -270,7 +257,6 @@ class TestShipped:
         for where in (path, path.with_name("none.sqlite")):
             answer = lookup(PROBLEM, gpu=H200, path=where)
             assert us(answer) == 13.5
-            assert answer is not None
             assert (answer.notes, answer.entry.origin) == (("shipped",), "shipped")
         decide(store, measured(13.0))
         assert us(lookup(PROBLEM, gpu=H200, path=path)) == 13.0
@@ -288,7 +274,6 @@ class TestShipped:
         ship(tuned, measured(13.5), measured(14.0, CUDNN))
         store.record_build(PROBLEM, OWN, {"main": "b" * 32})
         answer = lookup(PROBLEM, gpu=H200, path=path)
-        assert answer is not None
         entry = answer.entry
         assert entry.best_own is not None
         for found in (entry.winner, entry.ranking[0], entry.best_own):
@@ -459,10 +444,7 @@ module._readers_lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert ask() == 13.0 and module._reader(path)._file._connection is mine
 """
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
+        ran(sys.executable, "-c", script, timeout=60)
 
 
 class TestIllStores:
@@ -552,8 +534,7 @@ def test_the_package_shows_the_function() -> None:
         "import sys\n"
         "assert not {'sqlalchemy', 'torch', 'numpy', 'jsonschema'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ran(sys.executable, "-c", script)
 
 
 def test_what_is_decided_changes_with_decisions_alone(store: Store, path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from programs import ran
 
 import release
 
@@ -43,9 +43,7 @@ def documents(folder: Path) -> tuple[str, Any, Any]:
 
 def test_checksums_are_those_of_the_files(folder: Path) -> None:
     documents(folder)
-    checked = subprocess.run(
-        ["sha256sum", "--check", "SHA256SUMS"], cwd=folder, capture_output=True, text=True
-    )
+    checked = ran("sha256sum", "--check", "SHA256SUMS", code=None, cwd=folder)
     assert checked.returncode == 0 and checked.stdout.count(": OK") == 2
 
 
@@ -85,7 +83,5 @@ def test_the_workflow_runs_the_script_and_publishes_nothing() -> None:
     [([], "usage: scripts/release"), (["--fast", "out"], "--fast is not an option")],
 )
 def test_wrong_arguments(arguments: list[str], message: str) -> None:
-    done = subprocess.run(
-        [str(ROOT / "scripts" / "release"), *arguments], capture_output=True, text=True
-    )
+    done = ran(str(ROOT / "scripts" / "release"), *arguments, code=None)
     assert done.returncode == 1 and message in done.stderr

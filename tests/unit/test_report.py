@@ -245,7 +245,6 @@ class TestPictures:
         quick = [m for m in recorded.recording.measurements if not m.is_final]
         left = replace(recorded.recording, measurements=(*quick, *finals))
         spec = charts.roofline(replace(recorded, recording=left))
-        assert spec is not None
         assert all(layer.get("data", {}).get("values", "all") for layer in spec["layer"])
 
     def test_a_family_that_failed_throughout(self) -> None:

@@ -133,7 +133,6 @@ class TestRevalidate:
         result = revalidate(entry, runner_of({OWN[0]: 13.0, OWN[1]: 12.5}), store)
         assert result.is_replaced
         best = store.best(PROBLEM, H200, WARM)
-        assert best is not None
         assert (best.winner.config, best.winner.environment) == (OWN[1], NOW)
         assert result.after == best
 

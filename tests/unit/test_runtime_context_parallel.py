@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import ran
 
 from tuner.errors import ConfigError
 
@@ -39,13 +39,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TUNER_CACHE_DIR": str(folder / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "ring_ranks", str(folder)],
+    done = ran(
+        sys.executable,
+        "-P",
+        "-m",
+        "ring_ranks",
+        str(folder),
+        code=None,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=PATIENCE_S,
-        check=False,
     )
     assert json.loads(done.stdout) == [0, 0, -9, 0], done.stderr
     return {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in SURVIVORS}

@@ -367,7 +367,6 @@ def own_configs(shape: str, *, in_mode: bool = False) -> list[tuple[dict[str, An
     mine = next(one for one in serving(shipped(), DEFAULT_GPU) if one.op == problem.op)
     of_class = invariant.select(problem, DEFAULT_GPU, mine) if in_mode else None
     selection = of_class or mine.select(problem)
-    assert selection is not None
     chosen = [config for _, config in selection.own()]
     kernels = [family(config.family).kernels(problem, config) for config in chosen]
     return [

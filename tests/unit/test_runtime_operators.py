@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import ran
 
 from tuner.errors import ConfigError
 
@@ -265,7 +265,5 @@ if __name__ == "__main__":
 def test_worker_processes(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = ran(sys.executable, script, code=None, timeout=200)
     assert done.stdout.split() == ["fork", "0", "spawn", "0"], done.stderr

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.base import scratch
 from tuner.base.processes import python_command, python_environment
@@ -19,12 +19,8 @@ MAKE = "import os, sys\nfrom tuner.base import scratch\nprint(scratch.held_until
 
 def folder_of_another(parent: Path, ending: str) -> Path:
     """The folder of a process that made it and has ended."""
-    done = subprocess.run(
-        python_command("-c", MAKE + ending),
-        env={**python_environment(), "TMPDIR": str(parent)},
-        capture_output=True,
-        text=True,
-        check=True,
+    done = ran(
+        *python_command("-c", MAKE + ending), env={**python_environment(), "TMPDIR": str(parent)}
     )
     return Path(done.stdout.split()[0])
 

@@ -175,7 +175,6 @@ class TestJobs:
         options = {"effort": "full", "trials": 9, "families": [], "seed": 3, "l2": "cold"}
         job = self.submitted(client, priority=4, attempts=2, time_limit_s=60, **options)
         found = store.jobs.find(job["id"])
-        assert found is not None
         assert (found.priority, found.attempts) == (4, 2)
         assert {**options, "time_limit_s": 60, "skip_tuned": True}.items() <= found.options.items()
         tasks = store.jobs.tasks(job["id"])
@@ -186,7 +185,6 @@ class TestJobs:
     ) -> None:
         id = self.submitted(client)["id"]
         claim = store.jobs.claim("host:1")
-        assert claim is not None
         store.jobs.begin(claim.lease, "s")
         store.jobs.extend(claim.lease, {"phase": "search"})
         failed = {"status": Status.TIMEOUT, "latency_us": None, "log": "hung\nfor long"}
@@ -240,7 +238,6 @@ class TestJobs:
 
         def work() -> None:
             claim = store.jobs.claim("host:1")
-            assert claim is not None
             store.jobs.extend(claim.lease, {"phase": "search", "done": 3})
             seen.wait(10)
             store.jobs.finish(claim.lease, "cudnn, 12.0 us")

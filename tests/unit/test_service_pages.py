@@ -290,7 +290,6 @@ class TestOverview:
         assert "No worker is busy" in show(client, "/").said
         id = store.jobs.submit([PROBLEM], {})
         claim = store.jobs.claim("host:7")
-        assert claim is not None
         store.jobs.extend(claim.lease, {"phase": "search", "done": 3, "goal": 12})
         page = show(client, "/")
         assert "host:7 attention B=1,H=16,S=640,D=64,dtype=fp16" in page.said

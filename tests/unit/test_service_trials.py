@@ -82,10 +82,8 @@ class TestTrials:
         assert len({run.key for run in found}) == 5
         assert all(trials.choose(found, key=run.key) is run for run in found)
         first = trials.choose(found, sweep="t")
-        assert first is not None
         assert first.sweep == "t"
         eager = trials.choose(found, regimes=[Regime("eager", "warm")])
-        assert eager is not None
         assert eager.regime.launch == "eager"
         only = [run for run in found if run.provenance is Provenance.REPLAYED]
         assert trials.choose(only) is only[0]
@@ -106,7 +104,6 @@ class TestTrials:
         changes = {"provenance": Provenance.REPLAYED, "sweep": "r"}
         store.add([quick(number, 20.0 - number, **changes) for number in (5, 1, 3)])
         run = trials.choose(trials.runs(store, PROBLEM), sweep="r")
-        assert run is not None
         assert [step.best_us for step in run.steps] == [15.0, 15.0, 15.0]
         store.add([quick(5, 15.0, **{**changes, "sweep": "later"})])
         newest = trials.runs(store, PROBLEM)[0]
@@ -122,7 +119,6 @@ class TestTrials:
         before = show(client, "/trials", shape=SHAPE, job=id)
         assert "Nothing was measured yet." in before.said
         claim = store.jobs.claim("host:1")
-        assert claim is not None
         store.jobs.begin(claim.lease, "s")
         store.add([quick(1, 11.5)])
         page = show(client, "/trials", shape=SHAPE, job=id)

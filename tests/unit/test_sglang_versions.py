@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.runtime.engines.versions import SGLANG
 
@@ -43,15 +43,7 @@ def test_its_classes_load_the_plug_in_and_serve_its_own_cases(folder: Path) -> N
         "ENGINE_UNPACKED": str(folder),
         "TORCHDYNAMO_DISABLE": "1",  # it would look into an empty Triton
     }
-    done = subprocess.run(
-        [sys.executable, "-P", str(SUPPORT / "sglang_real.py")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    done = ran(sys.executable, "-P", str(SUPPORT / "sglang_real.py"), cwd=ROOT, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     if reason := SGLANG.refusal(folder.name):
         assert found == {"lines": [f"SGLang keeps its own kernels: {reason}"]}

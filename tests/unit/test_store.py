@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from programs import ran
 from stored import (
     CUDNN,
     H100,
@@ -140,7 +141,6 @@ class TestContract:
         ranking = [measured(OWN, 13), measured(CUDNN, 14.3), measured(SLOWER, 16)]
         store.decide(PROBLEM, H200, WARM, ranking, "sweep1")
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert entry.winner == entry.best_own == ranking[0]
         assert entry.ranking == tuple(ranking)
         assert entry.vendors == {"cudnn": ranking[1]}
@@ -154,7 +154,6 @@ class TestContract:
     def test_a_vendor_may_win(self, store: Store) -> None:
         store.decide(PROBLEM, H200, WARM, [measured(CUDNN, 9), measured(OWN, 13)], "s")
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert entry.winner.config == CUDNN
         assert entry.best_own is not None
         assert entry.best_own.config == OWN
@@ -169,7 +168,6 @@ class TestContract:
         store.decide(PROBLEM, H200, WARM, [measured(OWN, 13), measured(SLOWER, 14)], "s1")
         store.decide(PROBLEM, H200, WARM, [measured(SLOWER, 12)], "s2")
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert [m.config for m in entry.ranking] == [SLOWER]
         assert entry.sweep == "s2"
         assert len(store.entries()) == 1
@@ -183,7 +181,6 @@ class TestContract:
             found = measured(latency_us=latency, provenance=provenance)
             store.decide(PROBLEM, H200, WARM, [found], str(provenance))
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert entry.provenance is Provenance.MEASURED
         assert entry.winner.latency_us == 13.0
         assert [str(e.provenance) for e in store.entries()] == ["measured", "replayed", "predicted"]
@@ -251,13 +248,11 @@ class TestContract:
         assert store.find_sweep(PROBLEM, H200, WARM, "e" * 16, "t" * 16) == begun
         store.end_sweep("s1", "interrupted")
         ended = store.find_sweep(PROBLEM, H200, WARM, "e" * 16, "t" * 16)
-        assert ended is not None
         assert (ended.state, bool(ended.finished_at)) == ("interrupted", True)
         again = store.begin_sweep(record)
         assert again == begun, "taken up, not made anew"
         store.end_sweep("s1", "done")
         ended = store.find_sweep(PROBLEM, H200, WARM, "e" * 16, "t" * 16)
-        assert ended is not None
         assert ended.state == "done"
 
     def test_find_sweep_goes_by_all_of_it_and_takes_the_newest(self, store: Store) -> None:
@@ -265,7 +260,6 @@ class TestContract:
         store.begin_sweep(base)
         store.begin_sweep(base.but(id="new", created_at="2026-01-02T00:00:00"))
         found = store.find_sweep(PROBLEM, H200, WARM, "e", "t")
-        assert found is not None
         assert found.id == "new"
         assert store.find_sweep(OTHER, H200, WARM, "e", "t") is None
         assert store.find_sweep(PROBLEM, H100, WARM, "e", "t") is None
@@ -291,7 +285,6 @@ class TestContract:
         assert store.unpin(PROBLEM, H200, WARM) is True
         assert store.unpin(PROBLEM, H200, WARM) is False
         after = store.best(PROBLEM, H200, WARM)
-        assert after is not None
         assert (after.pinned, after.winner.config) == (False, OWN)
 
     def test_a_pin_outlives_decisions_and_follows_its_config(self, store: Store) -> None:
@@ -299,11 +292,9 @@ class TestContract:
         store.pin(PROBLEM, H200, WARM, SLOWER)
         store.decide(PROBLEM, H200, WARM, [measured(OWN, 12)], "s2")
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert (entry.pinned, entry.winner.latency_us) == (True, 16)
         store.decide(PROBLEM, H200, WARM, [measured(OWN, 12), measured(SLOWER, 15)], "s3")
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert (entry.pinned, entry.winner.latency_us) == (True, 15), "the newest measurement"
 
     def test_a_mirrored_pin_ends_with_the_decision_that_it_came_with(self, store: Store) -> None:
@@ -316,7 +307,6 @@ class TestContract:
         assert mirrored is not None and mirrored.pinned
         store.decide(PROBLEM, H200, WARM, [measured(OWN, 12)], "s2")
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert (entry.pinned, entry.winner.latency_us) == (False, 12)
         store.pin(PROBLEM, H200, WARM, SLOWER)
         store.decide(PROBLEM, H200, WARM, [measured(OWN, 11)], "s3")
@@ -374,12 +364,10 @@ class TestContract:
         store.record_build(PROBLEM, OWN, {"main": "b" * 32})
         store.record_build(PROBLEM, OWN, {"main": "c" * 32})
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert entry.winner.artifacts == {"main": "c" * 32}
         assert store.measurements() == [measured()], "the measurement itself is immutable"
         store.decide(PROBLEM, H200, WARM, [measured(artifacts={"main": "d" * 32})], "s2")
         entry = store.best(PROBLEM, H200, WARM)
-        assert entry is not None
         assert entry.winner.artifacts == {"main": "d" * 32}
 
     def test_measurements_cannot_be_changed(self, store: Store) -> None:
@@ -585,8 +573,6 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_importing_the_store_is_light() -> None:
     script = "import sys, tuner.store; print([m for m in sys.modules if 'sqlalchemy' in m])"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = ran(sys.executable, "-c", script)
     assert done.stdout.strip() == "[]"
     assert importlib.util.find_spec("sqlalchemy") is not None

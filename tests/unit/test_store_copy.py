@@ -52,7 +52,6 @@ def fill(store: Store, quick: int = 50) -> None:
     store.end_sweep("sweep1", "done")
     store.jobs.submit([PROBLEM, GemmProblem(64, 64, 64)], {"effort": "full"}, priority=2)
     claim = store.jobs.claim("host:1")
-    assert claim is not None
     store.jobs.begin(claim.lease, "sweep1")
     store.jobs.fail(claim.lease, "no GPU")
     store.mirror(store.export(), url="http://host:1", etag='W/"x"', check=lambda m: [])

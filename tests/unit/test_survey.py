@@ -328,7 +328,6 @@ def test_listed_problems_have_the_kernels_that_serve_them(
     portfolio = next(one for one in serving(shipped(), gpu) if one.op == "attention")
     (sample,) = survey.listed([parse_problem(shape)], gpu, portfolio)
     models = portfolio.models_of(domain_of(sample.problem))
-    assert models is not None
     known = {kernel_of(one.config) for one in models.candidates}
     drawn = {kernel_of(config) for group in sample.groups for config in group}
     assert drawn <= known and {c["kernel"] for c in sample.groups[0]} == {
@@ -337,7 +336,6 @@ def test_listed_problems_have_the_kernels_that_serve_them(
         "flash2",
     }
     chosen = portfolio.select(sample.problem)
-    assert chosen is not None
     first = kernel_of(next(chosen.ranked())[1])  # served plainly, surveyed as a dependent
     assert Config(first.family, {**first.params, "pdl": True}) in drawn
     options = ["--portfolio", "--shape", shape, "--gpu", "H100", "--list"]

@@ -60,7 +60,6 @@ def test_a_toy_family_is_swept_to_its_optimum(store: Store) -> None:
     assert outcome.unavailable == {"absent": "not installed"}
     assert (outcome.kernels, outcome.candidates, outcome.failures) == (27, 54, {})
     stored = store.best(GEMM, DEFAULT_GPU, REGIME)
-    assert stored is not None
     assert stored.winner.config == BEST
     assert stored.provenance is Provenance.REPLAYED
 
@@ -366,7 +365,6 @@ def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
         ENVIRONMENT.digest,
         SweepOptions(trials=25, sampler="tpe").digest(Provenance.REPLAYED),
     )
-    assert record is not None
     assert (record.id, record.state) == (outcome.sweep, "done")
     assert {m.sweep for m in store.measurements(final=False)} == {record.id}, "one sweep"
     store.close()

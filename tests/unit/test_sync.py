@@ -65,7 +65,6 @@ class TestSync:
         assert self.sync(capsys, served)["entries_added"] == 1
         assert self.found() == 12.0
         answer = lookup(PROBLEM, gpu=H200)
-        assert answer is not None
         assert answer.entry.origin == served
         close()
         assert self.sync(capsys, served) == {"changed": False}

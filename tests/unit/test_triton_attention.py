@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import ran
 
 from tuner.base import triton_release
 from tuner.base.install import extra_command
@@ -241,14 +242,14 @@ def test_the_kernels_text_computes_attention(
         problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv,
         problem.head_dim, problem.is_causal, programs(problem, chosen), problem.layout == "bshd",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRET, str(unit), json.dumps(facts)],
+    done = ran(
+        sys.executable,
+        "-c",
+        INTERPRET,
+        str(unit),
+        json.dumps(facts),
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
     error, of_lse = json.loads(done.stdout)
     assert error < 1e-3
     assert of_lse < 1e-5
@@ -373,15 +374,12 @@ def test_without_triton_a_build_is_refused_with_the_remedy(tmp_path: Path) -> No
 def test_a_fault_in_the_unit_is_the_builds_reason(tmp_path: Path) -> None:
     """The child's first line with ``error`` is what a person reads."""
     (tmp_path / "unit.py").write_text("BUILD_x = 1 / 0\n")
-    done = subprocess.run(
-        python_command("-m", "tuner.compile.triton_compiler", "8.0"),
+    done = ran(
+        *python_command("-m", "tuner.compile.triton_compiler", "8.0"),
+        code=1,
         cwd=tmp_path,
         env=python_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert done.returncode == 1
     assert done.stdout.splitlines()[0] == "error: ZeroDivisionError: division by zero"
 
 
@@ -472,12 +470,13 @@ class Library:
         log = self.folder / "log"
         log.write_text("")
         paths = {"LD_LIBRARY_PATH": str(self.folder), "DRIVER_LOG": str(log)}
-        done = subprocess.run(
-            [sys.executable, "-c", LAUNCH, str(self.folder / "kernel.so"), json.dumps(calls)],
+        done = ran(
+            sys.executable,
+            "-c",
+            LAUNCH,
+            str(self.folder / "kernel.so"),
+            json.dumps(calls),
             env={**os.environ, **paths, **environment},
-            capture_output=True,
-            text=True,
-            check=True,
         )
         codes, size = json.loads(done.stdout)
         return codes, size, json.loads(f"[{log.read_text()}0]")[:-1]

@@ -129,7 +129,6 @@ def test_kernels_of_the_cache_are_found_with_their_variants(
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     assert tuner_truth.built(PROBLEM, H200) == []
     selection = tuner_truth.selection_of(PROBLEM, H200)
-    assert selection is not None
     _, config = next(selection.own())
     (spec,) = family(config.family).kernels(PROBLEM, config).values()
     folder = tmp_path / "artifacts" / ("0" * 32)
@@ -145,7 +144,6 @@ def test_kernels_of_the_cache_are_found_with_their_variants(
 def test_a_run_wants_the_kernels_that_the_selection_ranks_first() -> None:
     case = Judged(PROMPTS, PROBLEM)
     selection = tuner_truth.selection_of(PROBLEM, H200)
-    assert selection is not None
     _, first = next(selection.own())
     wanted = tuner_truth.wanted(case, H200)
     assert set(family(first.family).kernels(PROBLEM, first).values()) <= set(wanted)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ran
 
 from tuner.runtime.engines.versions import VLLM
 
@@ -34,15 +34,7 @@ def printed(folder: Path, *arguments: str) -> str:
     """What Python prints with this vLLM importable; fails with it on an error."""
     paths = os.pathsep.join(map(str, (ROOT, SUPPORT)))
     environment = {**os.environ, "PYTHONPATH": paths, "ENGINE_UNPACKED": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-P", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    done = ran(sys.executable, "-P", *arguments, cwd=ROOT, env=environment)
     return done.stdout
 
 

@@ -289,7 +289,6 @@ def installed(
 class TestInstalled:
     def test_a_kernel_is_found_and_loaded(self, installed: Path) -> None:
         artifact = ArtifactCache().find("prebuilt1")
-        assert artifact is not None
         assert artifact.library == installed / "libraries" / f"{artifact.sha256}.so"
         assert load(artifact).workspace_bytes([7]) == 7
 

@@ -28,7 +28,6 @@ PAGED = replace(DECODING, page_size=64)
 
 def fastest(problem: AttentionProblem) -> Config:
     selection = wide_rule.select(problem, DEFAULT_GPU)
-    assert selection is not None
     return next(selection.own())[1]
 
 
