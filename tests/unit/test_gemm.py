@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,15 +170,6 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("dtype_d", "config", "stages", "size"), COMPILED)
-def test_shared_memory_is_what_the_compiler_says(
-    dtype_d: Any, config: Config, stages: int, size: int
-) -> None:
-    problem = GemmProblem(1024, 1024, 1024, dtype_d=dtype_d)
-    assert smem_bytes(problem, config) == (stages, size)
-    assert size <= SMEM_PER_BLOCK_BYTES
-
-
 #: The same of epilogues: type of D, epilogue, config, stages, bytes.
 NARROW: dict[str, Any] = {"tile_m": 64, "tile_n": 16, "tile_k": 128}
 COMPILED_EPILOGUES = [
@@ -190,14 +182,6 @@ COMPILED_EPILOGUES = [
     ("float32", "bias_residual", coop(), 3, 215040),
     ("float32", "bias_residual", coop(tile_m=256, tile_n=96, swap_ab=True), 3, 202752),
 ]
-
-
-@pytest.mark.parametrize(("dtype_d", "epilogue", "config", "stages", "size"), COMPILED_EPILOGUES)
-def test_shared_memory_of_an_epilogue_is_what_the_compiler_says(
-    dtype_d: Any, epilogue: str, config: Config, stages: int, size: int
-) -> None:
-    problem = GemmProblem(1024, 1024, 1024, dtype_d=dtype_d, epilogue=epilogue)
-    assert smem_bytes(problem, config) == (stages, size)
 
 
 QUANTISED = GemmProblem(1024, 1024, 1024, dtype=E4M3, scales="row")
@@ -216,12 +200,23 @@ COMPILED_SCALES = [
 ]
 
 
-@pytest.mark.parametrize(("problem", "config", "stages", "size"), COMPILED_SCALES)
-def test_shared_memory_of_factors_is_what_the_compiler_says(
+SIZED = partial(GemmProblem, 1024, 1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "stages", "size"),
+    [
+        *((SIZED(dtype_d=dtype_d), *rest) for dtype_d, *rest in COMPILED),
+        *((SIZED(dtype_d=d, epilogue=name), *rest) for d, name, *rest in COMPILED_EPILOGUES),
+        *COMPILED_SCALES,
+    ],
+)
+def test_shared_memory_is_what_the_compiler_says(
     problem: GemmProblem, config: Config, stages: int, size: int
 ) -> None:
     assert GEMM.violations(problem, config, DEFAULT_GPU) == []
     assert smem_bytes(problem, config) == (stages, size)
+    assert size <= SMEM_PER_BLOCK_BYTES
 
 
 def test_factors_follow_the_output_and_the_operands_that_are_swapped() -> None:

@@ -335,13 +335,6 @@ def test_gemm_majors() -> None:
     assert (a.strides, b.strides, d.strides) == ((10, 1, 2), (15, 3, 1), (6, 3, 1))
 
 
-def test_stored_keys_stay_what_they_are() -> None:
-    assert AttentionProblem.parse("S=1024,D=64").key == (
-        '{"batch":1,"dtype":"float16","head_dim":64,"heads_kv":16,"heads_q":16,"is_causal":false,'
-        '"layout":"bhsd","op":"attention","seqlen_kv":1024,"seqlen_q":1024}'
-    )
-
-
 def test_quantised_tensors_come_with_factors_and_give_bf16() -> None:
     problem = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=16,SKV=32,D=64,dtype=e4m3")
     *inputs, out = problem.operands
