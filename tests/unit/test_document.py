@@ -214,8 +214,7 @@ def _spell_the_processors(data: Any) -> None:
 def test_a_damaged_recording(
     spoil: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = FILES[0]
-    data = json.loads(gzip.decompress(whole.read_bytes()))
+    data = recording.read_document(FILES[0])
     spoil(data)
     file = tmp_path / ("a" + recording.SUFFIX)
     file.write_bytes(gzip.compress(json.dumps(data).encode()))

@@ -245,7 +245,7 @@ def test_more_variants_extend_a_recording(tmp_path: Path) -> None:
 def test_what_a_recording_holds_besides_is_kept(tmp_path: Path) -> None:
     path = next(f for f in FILES if f.name.startswith("attention-B1_H16_S1024_D64_dtypefp16-"))
     old = recording.read(path)
-    (tmp_path / path.name).write_bytes(path.read_bytes())
+    recording.write(tmp_path / path.name, old)
     runner = FakeRunner()
     runner.environment = old.environment
     [progress] = surveyed([drawn(SHORT)], runner, tmp_path)
