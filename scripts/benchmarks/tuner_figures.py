@@ -44,7 +44,7 @@ def regret(row: Row, counts: Callable[[str], bool] = is_truth) -> float | None:
     twins = {rows.TUNER, _name(row)} if name == rows.TUNER and "choice" in row else {name}
     chosen = statistics.fmean(us[twin] for twin in twins & us.keys())
     others = (time for other, time in us.items() if counts(other) and other not in twins)
-    return chosen / min(chosen, *others) - 1
+    return chosen / min([chosen, *others]) - 1
 
 
 def over_everything(row: Row) -> float | None:

@@ -147,7 +147,9 @@ def vllm(engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module.LLM, module.SamplingParams, module.__version__ = Offline, SimpleNamespace, "0.26.0"
     module.__spec__ = SimpleNamespace()
     monkeypatch.setattr(engines_servers, "ENVIRONMENT", {})
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # restored; a way of the mode sets it
+    for name in ("VLLM_BATCH_INVARIANT", "TUNER_BATCH_INVARIANT"):  # a way of the mode sets both
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
     monkeypatch.setattr("tuner.runtime.engines.vllm._register_quantization", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1 << 30)
 

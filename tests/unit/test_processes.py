@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import programs
 import pytest
 from living import benchmarks_environment, is_alive, pid_in, until_dead
-from programs import ran
 
 import tuner
 from tuner.base import install, processes
@@ -76,7 +76,7 @@ class TestForeignCode:
         command = Path(sysconfig.get_path("scripts")) / "tuner"
         if not command.exists():
             pytest.skip("the command is not installed beside this Python")
-        said = ran(command, "--version", code=None, env=python_environment())
+        said = programs.ran(command, "--version", code=None, env=python_environment())
         assert said.stdout == f"cutlass-tuner {tuner.__version__}\n", said.stderr
         assert not ran.exists()
 
@@ -101,7 +101,7 @@ class TestEnvironment:
 
     def test_it_is_this_same_package(self, tmp_path: Path) -> None:
         code = "import tuner; print(tuner.__file__)"
-        said = ran(*python_command("-c", code), cwd=tmp_path, env=python_environment())
+        said = programs.ran(*python_command("-c", code), cwd=tmp_path, env=python_environment())
         assert said.stdout.strip() == tuner.__file__
 
 
@@ -204,7 +204,7 @@ class TestEndingSignals:
             "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         )
         command = python_command("-c", program)
-        done = ran(*command, env=python_environment())
+        done = programs.ran(*command, env=python_environment())
         assert done.stdout == "7\n"
 
 
