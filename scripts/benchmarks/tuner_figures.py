@@ -14,11 +14,10 @@ from typing import Any
 from benchmarks import rows
 from benchmarks.call_times import CONTROL
 from benchmarks.harness import Row
+from benchmarks.search_sweeps import TIE
 from benchmarks.tuner_truth import ENABLED, is_truth, own_name
 from tuner.config import Config
 
-TIE = 0.01
-"""Distance of times that count as equal."""
 NEAR_TIE = 0.02
 """Distance from the best at a neighbour that counts as as good as a choice of its own there."""
 WORST = 8

@@ -33,6 +33,7 @@ from benchmarks import search_recorded
 from benchmarks.harness import Row
 from benchmarks.rows import markdown
 from benchmarks.search_recorded import Replayed
+from benchmarks.search_sweeps import TIE
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.gemm import cost
@@ -245,7 +246,33 @@ def table(rows: Sequence[Row]) -> list[str]:
         cells = (_mean(runs, at) for at in range(len(EVALUATIONS)))
         lines.append((way, str(len(mine)), *cells))
     errors = [f"- {row['case']}: {way}: {e}" for row in done for way, e in row["errors"].items()]
-    return [*markdown(lines), "", *errors]
+    return [*markdown(lines), "", *figures(done), "", *errors]
+
+
+def figures(done: Sequence[Row], evaluations: int = 16) -> list[str]:
+    """Mean and worst regret, top-1 rate and flips of each way's choices after so many evaluations.
+    A flip is another seed's choice that is slower than the first seed's by more than a tie.
+    """
+    at = EVALUATIONS.index(evaluations)
+    lines: list[Sequence[str]] = [
+        (f"way, after {evaluations}", "regret", "worst", "top-1 or tie", "flips")
+    ]
+    for way in dict.fromkeys(way for row in done for way in row["regrets"]):
+        spaces = [
+            [value for run in row["regrets"].get(way, ()) if (value := run[at]) is not None]
+            for row in done
+        ]
+        every = [value for space in spaces for value in space]
+        pairs = [(space[0], later) for space in spaces for later in space[1:]]
+        flips = sum(1 + later > (1 + first) * (1 + TIE) for first, later in pairs)
+        lines.append(
+            (
+                *(way, f"{statistics.fmean(every):.1%}", f"{max(every):.1%}"),
+                f"{sum(value <= TIE for value in every) / len(every):.0%}",
+                f"{flips} of {len(pairs)}",
+            )
+        )
+    return markdown(lines)
 
 
 def _mean(runs: Sequence[Sequence[float | None]], at: int) -> str:

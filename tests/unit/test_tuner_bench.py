@@ -184,6 +184,17 @@ def test_regrets_are_read_after_so_many_evaluations() -> None:
     assert set(tuner_rivals.regrets([], times)) == {None}
 
 
+def test_ways_have_top_1_rates_and_flips() -> None:
+    at = tuner_rivals.EVALUATIONS.index(16)
+    runs = [[None] * at + [value] for value in (0.0, 0.005, 0.03)]
+    rows = [{"regrets": {"a": runs}}, {"regrets": {"a": runs[2:], "b": runs[:1]}}]
+    lines = tuner_rivals.figures(rows)
+    assert lines[2:] == [
+        "| a | 1.6% | 3.0% | 50% | 1 of 2 |",
+        "| b | 0.0% | 0.0% | 100% | 0 of 0 |",
+    ]
+
+
 def test_a_proposal_of_optuna_is_the_nearest_config_of_the_space() -> None:
     space = {
         Config("gemm", {"tile_m": m, "stages": stages}): 1.0 + m * stages
