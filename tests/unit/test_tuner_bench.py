@@ -69,6 +69,7 @@ def test_regret_counts_what_the_tuner_may_answer_with() -> None:
     assert tuner_figures.regret(row(named(tuner=8.0, own=8.4, pytorch=8.3))) == 0.0
     assert tuner_figures.regret(row(us, judged="pytorch")) == pytest.approx(0.25)
     assert tuner_figures.regret(row({"pytorch": 1.0})) is None
+    assert tuner_figures.regret(row(named(tuner=8.0, own=8.2))) == 0.0, "without others"
 
 
 def test_a_survey_says_how_far_the_first_kernel_is_from_the_fastest() -> None:

@@ -27,8 +27,10 @@ from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection
 from tuner.selection.portfolio import Portfolio, shipped
 
-MIN_CALLS, MIN_GROUPS = 4, 3
+MIN_CALLS, MIN_GROUPS = 3, 2
 """Fewest calls, and models of them, that a kernel's factor is the median of."""
+NEAR = 1.6
+"""Longest time that counts, over the fastest kernel's: a choice is made among the near ones."""
 DIGITS = 6
 """Digits of a config's digest in a row."""
 
@@ -84,17 +86,21 @@ def calls(
 
 
 def factors(some: Sequence[KernelCall]) -> dict[str, float]:
-    """The factor of each kernel; 1 where too few calls have its time."""
+    """The factor of each kernel, by calls where it is near the fastest. Where these are too few it
+    is the median of the others' factors; 1 without any.
+    """
     ratios: dict[str, list[tuple[float, tuple[int, ...]]]] = defaultdict(list)
     for call in some:
+        longest = NEAR * min(us for _, us in call.times.values())
         for name, (expected, us) in call.times.items():
-            ratios[name].append((us / expected, call.group))
-    return {
-        name: median(ratio for ratio, _ in found)
-        if len(found) >= MIN_CALLS and len({group for _, group in found}) >= MIN_GROUPS
-        else 1.0
-        for name, found in ratios.items()
+            ratios[name] += [(us / expected, call.group)] if us <= longest else []
+    timed = {
+        name: median(ratio for ratio, _ in near)
+        for name, near in ratios.items()
+        if len(near) >= MIN_CALLS and len({group for _, group in near}) >= MIN_GROUPS
     }
+    usual = median(timed.values()) if timed else 1.0
+    return {name: timed.get(name, usual) for name in ratios}
 
 
 def loss(call: KernelCall, by: Constants) -> float:
