@@ -123,3 +123,7 @@ def test_the_estimate_prefers_that_the_chip_is_full() -> None:
     assert divided < alone
     assert FAMILY.tiling(changed(split_k=4)).splits == 4
     assert FAMILY.splitter(changed(split_k=4), DEFAULT_GPU)(NARROW) == (4,)
+
+
+def test_calls_launch_it_plainly() -> None:
+    assert FAMILY.served(NARROW, FAMILY.overlapped(BASE)) == changed(pdl=False)

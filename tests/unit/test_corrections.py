@@ -37,6 +37,8 @@ def test_launches_of_own_small_products_are_longer_on_the_measured_gpu(rows: Row
     domain = ProductDomain(rows, "bias")
     assert gained(domain, "gemm") == pytest.approx({"launch": OWN[H200.name][rows]})
     assert not gained(domain, "gemm", "H100")
+    plain = corrected(RATES, domain, families()["gemv"], H200, is_plain=True)
+    assert plain == RATES, "never launched early"
     assert gained(domain, "vendor_blas") == (
         pytest.approx(LIBRARIES[H200.name]) if rows == "few" else {}
     )
@@ -79,7 +81,7 @@ def test_what_ships_is_corrected() -> None:
         ("M=4,N=320,K=320,dtype=fp16", False),
         ("M=1,N=2304,K=768,dtype=bf16,epilogue=bias", False),
         ("M=1,N=512,K=2880,dtype=bf16,epilogue=bias", True),
-        ("M=1,N=3072,K=1024,dtype=bf16", False),
+        ("M=1,N=3072,K=1024,dtype=bf16", True),
         ("M=1,N=1024,K=4096,dtype=bf16", True),
         ("M=1,N=4096,K=4096,dtype=bf16", True),
         ("M=4,N=50256,K=1600,dtype=bf16", False),

@@ -191,6 +191,9 @@ class ClusterGemm(StridedProduct):
     def overlapped(self, config: Config) -> Config:
         return Config(config.family, {**config.params, "pdl": True})
 
+    def served(self, problem: Problem, config: Config) -> Config:
+        return Config(config.family, {**config.params, "pdl": False})
+
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
         """Undivided sums are those of `gemm`."""
         gemm, splits = as_gemm(problem, ClusterGemm.name), int(config["split_k"])

@@ -138,7 +138,8 @@ class Schedules:
 
         In CUDA graphs an ordinary launch of a `gemv` took 0.865 of an early one's time below 6 us,
         0.91 below 9 us and 0.976 above (411 pairs). Dense attention by one kernel took 0.93 to 0.98
-        below 20 us, and as long above 50 us (364 pairs). Streams without graphs are the exception:
+        below 20 us, and as long above 50 us (364 pairs). A product by clusters that divide K took
+        0.85 to 0.94 below 20 us (6 pairs). Streams without graphs are the exception:
         an early launch was 1.5 to 2 us faster there at five products, the host ahead. All are by
         ``scripts/bench`` on an H200, 29 November 2026.
         """

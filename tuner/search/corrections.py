@@ -2,7 +2,7 @@
 
 The kernel in front of a fit's calls takes a few microseconds, and hides the early start of an own
 kernel. In front of a model's small call stands a short kernel. There an own product of up to 256
-rows or 128 columns takes longer than its rates say.
+rows or 128 columns takes longer than its rates say, where its kernel is launched early.
 
 A library's product of few rows takes less than fitted where its sums are short, and more where they
 are long. Few of a fit's products are small.
@@ -24,7 +24,7 @@ Rates = Mapping[str, float]
 ACTIVATED = "activated"
 """Name of activated products of many rows."""
 OWN: Mapping[str, Mapping[str, float]] = {
-    "NVIDIA H200": {"few": 0.665, "narrow": 0.733, "tall": 0.733, ACTIVATED: 2.0}
+    "NVIDIA H200": {"few": 0.596, "narrow": 0.733, "tall": 0.733, ACTIVATED: 2.0}
 }
 """Microseconds that are added to launches of own products, by GPU and rows. At 44 activated calls
 of many rows any value from 1 to 3.5 leaves no loss to PyTorch
@@ -39,7 +39,9 @@ MARGINS: Mapping[str, Mapping[AnyDomain, float]] = {
 with measured ratios need none (`tuner.selection.ratios`)."""
 
 
-def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict[str, float]:
+def corrected(
+    rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu, is_plain: bool = False
+) -> dict[str, float]:
     """Rates of a kernel at the calls of models.
 
     Args:
@@ -47,8 +49,11 @@ def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict
         domain: domain of the kernel.
         family: its family.
         gpu: GPU of the measurements.
+        is_plain: True if calls never launch it early (`Family.served`).
     """
     times = dict(rates)
+    if is_plain:
+        return times
     for term, us in _added(domain, family, gpu.name).items():
         times[term] = times.get(term, 0.0) + us
     return times

@@ -93,7 +93,9 @@ class Judge:
         """The kernel with rates that are fitted to all of its points, and corrected."""
         family = families()[kernel.config.family]
         fitted = dict(zip(family.work_terms, self._fits.chosen(kernel), strict=True))
-        rates = corrected(fitted, self._domain, family, self._gpu)
+        point = kernel.points[0]
+        is_plain = family.served(point.problem, point.config).get("pdl") is False
+        rates = corrected(fitted, self._domain, family, self._gpu, is_plain)
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
 

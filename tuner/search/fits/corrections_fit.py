@@ -122,12 +122,12 @@ def _timed(
     domain, us = selection.domain, row["us"]
     if domain.pytorchs_factor(problem) == 1 and (group := _group_of(domain, portfolio)):
         depth = getattr(problem, "k", 0) ** 0.25
-        _, own_us, *_ = min(selection.estimates)
-        for kind, expected, measured in (
-            ("own", own_us, us["tuner"]),
-            ("PyTorch", selection.vendor_us, us["pytorch"]),
-        ):
-            yield f"{group} {kind}", TimedCall(str(row["model"]), expected, measured, depth)
+        _, own_us, place, splits = min(selection.estimates)
+        config = selection.times.config(problem, place, splits, selection.facts)
+        if config is not None and config.get("pdl") is not False:  # else never launched early
+            yield f"{group} own", TimedCall(str(row["model"]), own_us, us["tuner"], depth)
+        expected, measured = selection.vendor_us, us["pytorch"]
+        yield f"{group} PyTorch", TimedCall(str(row["model"]), expected, measured, depth)
 
 
 def _group_of(domain: AnyDomain, portfolio: Portfolio) -> str:

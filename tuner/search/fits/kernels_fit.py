@@ -29,6 +29,8 @@ from tuner.selection.portfolio import Portfolio, shipped
 
 MIN_CALLS, MIN_GROUPS = 3, 2
 """Fewest calls, and models of them, that a kernel's factor is the median of."""
+MIN_OF_DOMAIN = 5
+"""Fewest calls of a domain whose rates are changed."""
 NEAR = 1.6
 """Longest time that counts, over the fastest kernel's: a choice is made among the near ones."""
 DIGITS = 6
@@ -129,7 +131,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         raise ConfigError("no call of these files has the times of two kernels of a portfolio")
     result, found = Refit("cache/portfolio"), dict[AnyDomain, Constants]()
     for domain, some in sorted(by_domain.items(), key=lambda pair: pair[0].label()):
-        if all(text in domain.label() for text in only):
+        if len(some) >= MIN_OF_DOMAIN and all(text in domain.label() for text in only):
             ships = dict.fromkeys(factors(some), 1.0)
             group = FitGroup(domain.label(), some, ships, factors, loss, lambda call: call.group)
             found[domain] = result.fit(group)
