@@ -88,8 +88,8 @@ def calls(
 
 
 def factors(some: Sequence[KernelCall]) -> dict[str, float]:
-    """The factor of each kernel, by calls where it is near the fastest. Where these are too few it
-    is the median of the others' factors; 1 without any.
+    """The factor of each kernel, by calls where it is near the fastest. A kernel with too few has
+    the median of the others' factors; 1 without any.
     """
     ratios: dict[str, list[tuple[float, tuple[int, ...]]]] = defaultdict(list)
     for call in some:
