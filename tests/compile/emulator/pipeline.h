@@ -21,7 +21,6 @@
 
 #include <cuda.h>
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 namespace emulator {
@@ -327,18 +326,6 @@ constexpr int kElementBytes = 2;
 constexpr int kElementBytes = 1;
 #endif
 
-// An operand's element of two bytes: bf16, or fp16 where the program says so as well.
-inline float of_half_word(uint16_t bits) {
-#ifdef EMULATES_FP16
-  return __half2float(__ushort_as_half(bits));
-#else
-  uint32_t const wide = uint32_t(bits) << 16;
-  float x;
-  std::memcpy(&x, &wide, 4);
-  return x;
-#endif
-}
-
 // A row's elements of K of an operand of WGMMA, or a column's of one whose columns are contiguous.
 inline float element(uint64_t descriptor, int row, int k, bool transposed = false) {
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("an operand is not in the widest swizzle at its base");
@@ -349,7 +336,10 @@ inline float element(uint64_t descriptor, int row, int k, bool transposed = fals
   uint32_t const address = swizzled(start + place);
   uint8_t const* const bytes = bytes_at(place_of(address), kElementBytes);
   if (kElementBytes == 1) return e4m3(*bytes);
-  return of_half_word(uint16_t(bytes[1] << 8 | bytes[0]));
+  uint32_t const bits = uint32_t(bytes[1]) << 24 | uint32_t(bytes[0]) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
 }
 
 // Runs all products but those of the last `left` groups.
@@ -430,8 +420,10 @@ inline std::vector<float> rows_of_quad(uint32_t const (&words)[4]) {
   for (int word = 0; word < 4; ++word)
     for (int q = 0; q < 4; ++q) {
       uint32_t const both = word_of_lane(words[word], threadIdx.x % 32 / 4 * 4 + q);
-      for (int i = 0; i < 2; ++i)
-        rows[word % 2 * 16 + word / 2 * 8 + 2 * q + i] = emulator::of_half_word(uint16_t(both >> 16 * i));
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const bits = both >> 16 * i << 16;
+        std::memcpy(&rows[word % 2 * 16 + word / 2 * 8 + 2 * q + i], &bits, 4);
+      }
     }
   return rows;
 }
@@ -563,10 +555,6 @@ inline void copies_read() {
 inline void copies_stored() { copies_read(); }
 inline uint32_t packed_bf16(float low, float high) {
   auto const bits = [](float x) { return uint32_t(__bfloat16_as_ushort(__float2bfloat16(x))); };
-  return bits(high) << 16 | bits(low);
-}
-inline uint32_t packed_fp16(float low, float high) {
-  auto const bits = [](float x) { return uint32_t(__half_as_ushort(__float2half(x))); };
   return bits(high) << 16 | bits(low);
 }
 inline uint32_t transposed(uint32_t both) {

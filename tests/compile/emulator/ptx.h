@@ -14,6 +14,7 @@ inline uint4 load_once(void const* from) {
   std::memcpy(&x, from, sizeof(x));
   return x;
 }
+inline void fetch_bytes(void const*, int) {}
 inline float4 load_cluster(uint32_t from, float4 const&) {
   return make_float4(load_shared(from), load_shared(from + 4), load_shared(from + 8), load_shared(from + 12));
 }

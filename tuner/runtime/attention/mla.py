@@ -176,8 +176,8 @@ def mla_decode(
     lengths. The first call of a device loads the kernel, and is not to be captured. Equal inputs
     give equal bits. The kernel does not check lengths and pages.
 
-    Two forms of a quantised cache are served with bf16 queries. Tensor cores multiply 16-bit
-    elements, and sums are fp32, as with bf16 rows.
+    Two forms of a quantised cache are served with bf16 queries. Both are read as bf16 where they
+    reach the tensor cores; the rest of the arithmetic is that of bf16 rows.
 
     - rows of e4m3, (pages, page size, 576) of ``torch.float8_e4m3fn``: each element stands for
       itself times `descale`, as in vLLM's ``fp8`` caches.
