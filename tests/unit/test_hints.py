@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import toys
+from damage import KINDS
+from mutated import HOSTILE, mutated
 
 from tuner.cli import main
 from tuner.config import Config
@@ -30,6 +36,7 @@ STREAM_K = (
     "_stream_k_warpspecialized_cooperative_epi_nosmem"
 )
 PRODUCT = GemmProblem(512, 4096, 4096, dtype="float16")
+BLOCKS = GemmProblem(512, 4096, 4096, dtype=E4M3, scales="block")
 
 
 class Member:
@@ -39,6 +46,12 @@ class Member:
         self.family = family(name)
         space = self.family.space(problem, DEFAULT_GPU)
         self.groups = dict(enumerate(group_by_kernels(self.family, space)))
+
+
+#: Few configs of a family.
+SMALL: Any = SimpleNamespace(
+    family=family("gemm"), groups={0: list(islice(family("gemm").space(PRODUCT, DEFAULT_GPU), 5))}
+)
 
 
 def profile(folder: Path, *rows: str, head: str = HEAD) -> Path:
@@ -160,6 +173,49 @@ def test_a_wrong_table_is_one_line(tmp_path: Path, content: Any) -> None:
     with pytest.raises(ConfigError, match="is not a table of vLLM") as refused:
         read(path)
     assert "\n" not in str(refused.value)
+
+
+OF_ALL = {"op": "gemm", "sizes": {"m": 512}, "rows": 512, "params": {}, "rank": 0, "source": "a"}
+
+
+def test_of_a_mutated_file_come_hints_that_a_search_can_use_or_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_mode: bool
+) -> None:
+    """Files of others, which hints are read from, and the own one, which holds them."""
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    draw, used, refused = random.Random(0), 0, 0
+    name = "N=4096,K=4096,device_name=NVIDIA_H200.json"
+    profiled = (HEAD + row(PINGPONG) + "\n").encode()
+    own = {"format": "cutlass-tuner hints 1", "hints": [{**OF_ALL, "params": {"tile_m": 64}}]}
+    for _ in range(20_000 if long_mode else 400):
+        content = bytearray(profiled)
+        if draw.random() < 0.5:
+            cells = profiled.decode().splitlines()[1].split(",")
+            cells[draw.randrange(len(cells))] = str(draw.choice(HOSTILE))
+            cells = cells[: draw.randrange(3, len(cells) + 2)]
+            content = bytearray(HEAD.encode() + ",".join(cells).encode(errors="replace"))
+        else:
+            draw.choice(KINDS)(content, draw)
+        files = {
+            "a.csv": bytes(content),
+            name: mutated({"16": tile(16, 64), "512": tile(128, 128)}, draw),
+            hints.file().name: mutated(own, draw),
+        }
+        for which, data in files.items():
+            (tmp_path / which).write_bytes(data)
+            try:
+                known = hints.stored() if which == hints.file().name else read(tmp_path / which)
+            except ConfigError as exc:
+                refused += 1
+                assert "\n" not in str(exc)
+                continue
+            used += 1
+            first(replace(PRODUCT, scales=""), DEFAULT_GPU, [SMALL], known)
+            first(BLOCKS, DEFAULT_GPU, [SMALL], known)
+            hints.file().unlink(missing_ok=True)
+            hints.add(known)
+            assert hints.stored() == known
+    assert used > 50 and refused > 50
 
 
 def test_files_are_told_by_their_names(tmp_path: Path) -> None:

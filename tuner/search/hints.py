@@ -26,6 +26,7 @@ from tuner.errors import ConfigError
 from tuner.families.collective import COOPERATIVE, NO_SMEM, PINGPONG, PLAIN, TMA_EPILOGUE
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, Problem
+from tuner.problem.base import check_extent
 
 if TYPE_CHECKING:
     from tuner.search.family_search import FamilySearch
@@ -72,6 +73,12 @@ class Hint:
     source: str
     """Name of its file."""
 
+    def __post_init__(self) -> None:
+        numbers = (self.rows, *self.sizes.values(), *self.params.values())
+        for number in numbers:
+            if isinstance(number, int) and not isinstance(number, bool):
+                check_extent("a size", number)
+
 
 def is_hints(path: Path) -> bool:
     """True for files by whose names `read` takes them."""
@@ -85,7 +92,7 @@ def read(path: Path) -> list[Hint]:
         ConfigError: when it cannot be read, or has none; says what was wanted.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"hints {path} cannot be read: {exc}") from exc
     table = _TABLE.fullmatch(path.name)
@@ -99,15 +106,21 @@ def read(path: Path) -> list[Hint]:
 def _profiled(path: Path, text: str) -> list[Hint]:
     """Hints of a profiler's file, the fastest `MAX_HINTS` of each problem."""
     rows = csv.DictReader(text.splitlines())
+    try:
+        listed = list(rows)
+    except csv.Error as exc:
+        raise ConfigError(f"{path} line {rows.line_num}: {exc} (wanted: CSV)") from exc
     if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
         raise ConfigError(f"{path} lacks the columns {', '.join(missing)} of CUTLASS's profiler")
     by_problem: dict[str, list[tuple[float, dict[str, Any], dict[str, Value]]]] = {}
-    for number, row in enumerate(rows, 2):
+    for number, row in enumerate(listed, 2):
         kernel = KERNEL.fullmatch(row["Operation"] or "")
         if kernel is None or row["Status"] != "success" or kernel["a"] not in _DTYPES:
             continue
         try:
             runtime = float(row["Runtime"])
+            if not 0 < runtime < math.inf:
+                raise ValueError(f"{runtime} ms")
             sizes, params = _decoded(kernel, row)
         except (ValueError, TypeError) as exc:
             raise ConfigError(f"{path} line {number}: {exc} (wanted: numbers)") from exc
@@ -147,8 +160,8 @@ def _decoded(
             params["tile_scheduler"] = "StreamK" if kernel["stream"] else "Persistent"
     if (raster := row.get("raster_order")) in _RASTERS:
         params["raster_order"] = _RASTERS[raster]
-    if row.get("swizzle_size", "").isdigit():
-        params["max_swizzle_size"] = int(row["swizzle_size"])
+    if (swizzle := row.get("swizzle_size") or "").isdecimal():
+        params["max_swizzle_size"] = int(swizzle)
     if params["swap_ab"]:
         m, n = n, m
         a, b = ({_ROW: _COLUMN, _COLUMN: _ROW}[side] for side in (b, a))
@@ -184,7 +197,7 @@ def _tabled(path: Path, name: re.Match[str], text: str) -> list[Hint]:
             for rows, row in table.items()
             if rows != "triton_version"
         ]
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except document.FAULTS as exc:
         expected = 'rows like "16": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64}'
         raise ConfigError(f"{path} is not a table of vLLM (wanted: {expected}): {exc}") from exc
 
@@ -207,7 +220,7 @@ def stored() -> list[Hint]:
         return [Hint(**document.checked(Hint, row)) for row in data["hints"]]
     except FileNotFoundError:
         return []
-    except (OSError, LookupError, TypeError, ValueError) as exc:
+    except document.FAULTS as exc:
         raise ConfigError(f"{file()} cannot be read (remove it and import again): {exc}") from exc
 
 
@@ -272,8 +285,9 @@ def _distance(params: Mapping[str, Value], config: Config) -> float:
     total = 0.0
     for name, value in params.items():
         if name in own and own[name] != value:
-            is_size = isinstance(value, int) and not isinstance(value, bool)
-            total += _octaves(int(value), int(own[name])) if is_size else 1.0
+            both = (value, own[name])
+            is_size = all(isinstance(one, int) and not isinstance(one, bool) for one in both)
+            total += _octaves(*map(int, both)) if is_size else 1.0
     return total
 
 
