@@ -17,6 +17,9 @@ import pytest
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 VOCABULARY, PROMPT, PROMPTS = 2048, 96, 3
+LIMITS = {"bf16": 0.05, "fp8": 0.15}
+"""Difference of log-probabilities over their deviation. Other roundings of e4m3 rows choose other
+experts and make 0.05 to 0.12 in a simulation of this model, a factor that is wrong 0.2 and more."""
 CONFIG = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16"},
     **{"vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64},
@@ -52,10 +55,13 @@ def fill(model: Any) -> int:
     return 0
 
 
-@pytest.fixture(params=["bf16", "fp8"])
-def engine(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
+@pytest.fixture(params=LIMITS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The engine in this process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
@@ -69,7 +75,7 @@ def engine(
     from tuner.runtime.engines.vllm import register
 
     register()  # as the entry point does where the package is installed
-    config = {**CONFIG, "quantization_config": FP8} if request.param == "fp8" else CONFIG
+    config = {**CONFIG, "quantization_config": FP8} if kind == "fp8" else CONFIG
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = vllm.LLM(
         str(tmp_path),
