@@ -55,11 +55,28 @@ generation = 0
 """Changes whenever calls are forgotten."""
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, *options: object) -> Hashable:
-    """Facts of a call of attention, for tensors of one type and device."""
-    shapes, strides = query.shape, query.stride()
-    of_key, of_value = (key.shape, key.stride()), (value.shape, value.stride())
-    return shapes, strides, query.dtype, query.get_device(), of_key, of_value, options
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Hashable:
+    """Facts of a call of attention, for tensors of one type and device; flat, so quickly made."""
+    return (
+        query.shape,
+        query.stride(),
+        query.dtype,
+        query.get_device(),
+        key.shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        is_causal,
+        scale,
+        enable_gqa,
+    )
 
 
 def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None, which: object) -> Hashable:
