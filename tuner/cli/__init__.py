@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         is_own = action.nargs not in (argparse.PARSER, argparse.REMAINDER)
         if not arg_string and action.default != "" and is_own:
             raise argparse.ArgumentError(action, "its value is empty (allowed: a text, or none)")
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message, without the usage. For a wrong choice the message
