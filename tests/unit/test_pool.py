@@ -19,6 +19,7 @@ from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Regime, Status
 from tuner.problem import GemmProblem
+from tuner.runners import on_ray
 from tuner.runners.on_ray import ClusterPool
 from tuner.runners.pool import WorkerPool
 from tuner.runners.ray_nodes import Reply
@@ -329,3 +330,40 @@ def test_the_machine_s_facts_are_asked_for_once(create: Create) -> None:
     for worker in workers:
         worker.facts = lambda: {}  # type: ignore[method-assign]
     assert pool.facts() == first and len(pool) == 2
+
+
+class Noted(threading.Condition):
+    """Tells that a worker's thread waits at it."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.waits = {name: threading.Event() for name in names}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if event := self.waits.get(threading.current_thread().name):
+            event.set()
+        return super().wait(timeout)
+
+
+def test_a_request_wakes_a_worker_that_is_free_beside_one_that_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of an actor that is gone waits longer at the same condition, and takes nothing."""
+    monkeypatch.setattr(on_ray, "POLL_S", 1000.0)
+    here, lost = (
+        SimpleNamespace(begin=lambda timeout_s, is_here=is_here: is_here, reason="it is gone",
+                        renew=lambda: None, interrupt=lambda: None, close=lambda: None)
+        for is_here in (True, False)
+    )  # fmt: skip
+    workers: Any = [here, lost]
+    pool = ClusterPool(workers)
+    pool._changed = changed = Noted("worker 0", "worker 1")
+    go = threading.Event()
+    first = pool.submit(lambda worker: go.wait(PATIENCE_S))
+    assert changed.waits["worker 1"].wait(PATIENCE_S)
+    go.set()
+    assert first.result(PATIENCE_S) and changed.waits["worker 0"].wait(PATIENCE_S)
+    try:
+        assert pool.submit(lambda worker: 1).result(PATIENCE_S) == 1
+    finally:
+        pool.close()

@@ -94,7 +94,7 @@ class WorkerPool:
             request = _Request((not first, next(self._numbers)), work, future, affinity)
             self._waiting.append(request)
             self._start()
-            self._changed.notify()
+            self._changed.notify_all()
         return future
 
     def cancel(self, futures: Iterable[Future[Any]]) -> None:
@@ -146,7 +146,7 @@ class WorkerPool:
                     elif request.losses >= MAX_LOSSES:
                         text = f"{request.losses} workers went away at one request, the last: {exc}"
                         self._drop(request.future, BenchmarkError(text, status=exc.status))
-                    self._changed.notify()
+                    self._changed.notify_all()
             except BaseException as exc:  # whoever waits for the request is to see it
                 self._release(future)
                 future.set_exception(exc)
