@@ -97,11 +97,11 @@ def _peers(problem: AttentionProblem, failed: dict[str, str]) -> dict[str, Any]:
         calls[sdpa.SERVING] = call
     try:
         for index, plan in enumerate(vendor.listing(problem, None)[:MAX_PLANS]):
-            name, call = f"cudnn plan {index}", vendor.rebuilt(problem, plan, scale)
-            if isinstance(call, str):
-                failed[name] = call
+            name, rebuilt = f"cudnn plan {index}", vendor.rebuilt(problem, plan, scale)
+            if isinstance(rebuilt, str):
+                failed[name] = rebuilt
             else:
-                calls[name] = call
+                calls[name] = rebuilt
     except FAILURES as exc:
         failed["cudnn plans"] = first_line(exc)
     return calls

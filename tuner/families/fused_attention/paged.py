@@ -73,8 +73,8 @@ def kernels(
     padded = tuple(_padded_kernels(head_dim, phase, is_e4m3))
     if not is_plain:
         if phase == "one":
-            eight = (_padded(head_dim, 8),) if head_dim in WINDOWED else ()
-            return *eight, decoding, any_heads
+            of_eight = (_padded(head_dim, 8),) if head_dim in WINDOWED else ()
+            return *of_eight, decoding, any_heads
         return (any_heads,) if phase == "prompt" else (_padded(head_dim, 8), any_heads)
     if is_e4m3 and head_dim not in QUANTISED:
         return _padded(head_dim, 8), any_heads
