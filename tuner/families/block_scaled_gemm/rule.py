@@ -87,7 +87,7 @@ KERNELS: Mapping[Config, Rates] = {
     _swapped((64, 64), 2, ahead=True): Rates(465, 533),
     _kernel((64, 64), store_buffers=1, ahead=True): Rates(254, 887),
     _kernel((64, 80), store_buffers=2, ahead=True): Rates(340, 8),
-    _kernel((64, 96), store_buffers=2, ahead=True): Rates(362, 5),
+    _kernel((64, 96), store_buffers=2, ahead=True): Rates(365, 5),
     _kernel((64, 112), store_buffers=2, ahead=True): Rates(409, 37),
     _kernel((64, 32), split_k=2, ahead=True): Rates(252, 4954),
     _kernel((64, 64), split_k=2, ahead=True): Rates(280, 2425),
@@ -106,7 +106,7 @@ KERNELS: Mapping[Config, Rates] = {
         416, 4042
     ),
     _kernel((128, 96), store_buffers=2, ahead=True, **LOADS): Rates(469, 1946),
-    _kernel((128, 48), unroll=2, clips_rows=True): Rates(356, 700),
+    _kernel((128, 48), unroll=2, clips_rows=True): Rates(355, 713),
     _kernel((128, 64), store_buffers=1, ahead=True, clips_rows=True): Rates(369, 1050),
     _kernel((128, 128), split_k=2, ahead=True, vector_merge=True, clips_rows=True): Rates(
         507, 5253
