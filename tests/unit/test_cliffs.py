@@ -161,3 +161,14 @@ def test_kinds_of_calls_are_made_and_checked(name: str, monkeypatch: Any) -> Non
     assert row["errors"]["tuner"] < 0.03 and not row["wrong"]
     assert row["answered"] == "pytorch" and row["reason"]
     json.dumps(row)
+
+
+def test_the_page_of_figures_has_the_shares_of_the_committed_draws() -> None:
+    root = Path(__file__).parents[2]
+    _, every = rows.read(root / "scripts/benchmarks/results/cliffs.jsonl.gz")
+    assert len({row["case"] for row in every}) == len(every)
+    ratios = rows.values(every, rows.over_fastest)
+    share = sum(ratio < rows.FLOOR for ratio in ratios) / len(ratios)
+    page = (root / "docs/pages/figures.md").read_text()
+    mean, worst = rows.figures(ratios)
+    assert f"| all | {len(ratios)} | {mean} | {worst} | {100 * share:.1f} % |" in page
