@@ -48,7 +48,7 @@ class Step:
         scale = hidden**-0.5
         options = {"dtype": torch.bfloat16, "device": "cuda"}
         self.source = torch.randn(tokens, hidden, **options)
-        self.x, self.out = torch.empty_like(self.source), torch.empty_like(self.source)
+        self.x, self.out = self.source.clone(), torch.empty_like(self.source)
         self.first = torch.randn(WEIGHTS, hidden, heads * width, **options) * scale
         self.last = torch.randn(WEIGHTS, hidden, hidden, **options) * scale
         self.rows = torch.empty(tokens, heads * width, **options)

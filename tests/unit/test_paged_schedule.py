@@ -36,6 +36,14 @@ def test_splits_follow_lengths_and_places(
     assert count in splits and (count > 1) == bool(combine)
 
 
+def test_one_sequence_is_combined_by_a_cluster() -> None:
+    """Where a cluster may be, and not of many tiles or few splits."""
+    one = decoding(8, 32768, 32768)
+    assert best(one) == (16, "cluster")
+    assert best(one._replace(has_clusters=False))[1] == "kernel"
+    assert best(one._replace(tiles=9))[1] == "kernel"
+
+
 def test_nearly_equal_lengths_share_a_schedule() -> None:
     assert [coarse(size) for size in (0, 7, 15, 17, 4097, 4608)] == [0, 7, 15, 18, 4608, 4608]
     assert all(size <= coarse(size) <= 1.125 * size for size in range(1, 5000))
