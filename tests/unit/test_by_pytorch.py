@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ def test_pages_are_answered_as_by_the_operations(
     torch.manual_seed(0)
     is_e4m3 = options.get("e4m3", False)
     dtype = torch.float8_e4m3fn if is_e4m3 else torch.float16
-    total = starts[-1] if starts else longest * len(used)
+    # Rows of no sequence may follow: then there are as many as sequences, not one of each.
+    total = max(starts[-1], len(used)) if starts else longest * len(used)
     query = torch.randn(total, HEADS, WIDTH).to(dtype)
     cache = torch.randn(2, PAGES, SIZE, HEADS_KV, WIDTH)
     table = torch.randperm(PAGES)[: COLUMNS * len(used)].view(len(used), COLUMNS).int()
@@ -113,6 +115,46 @@ def test_pages_are_answered_as_by_the_operations(
     torch.testing.assert_close(
         lse[:, :last], sums[:, :last], atol=2e-2 if is_e4m3 else 2e-3, rtol=0
     )
+
+
+def test_factors_of_e4m3_are_not_rounded_before_they_multiply() -> None:
+    query = torch.tensor([[[0.5, 3.5, 7.0, 448.0]]]).to(torch.float8_e4m3fn)
+    call = paged_composed.Paged(*(query, *[None] * 13))._replace(descales=(torch.tensor([0.99]),))
+    wanted = (query.float() * 0.99).bfloat16()
+    assert torch.equal(paged_composed._widened(query, call, 0), wanted)
+
+
+def test_tensors_of_several_devices_are_not_its(monkeypatch: Any) -> None:
+    query, cache = torch.zeros(1, HEADS, WIDTH), torch.zeros(2, 1, SIZE, HEADS_KV, WIDTH)
+    table, used = torch.zeros(1, 1).int(), torch.ones(1).int()
+    call = paged_call(query, *cache, table, used, None, None, 1, 1, False, Extras(), 1.0)
+    monkeypatch.setattr(flash2, "takes", lambda *tensors: True)
+    monkeypatch.setattr(paged_composed, "_by_flash2", lambda call: "taken")
+    assert paged_composed.composed(call) == "taken"
+    call = call._replace(starts_q=torch.tensor([0, 1]).to("meta"))
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # the operations read the lengths
+        paged_composed.composed(call)
+
+
+@pytest.mark.parametrize(("major", "is_built"), [(8, True), (9, True), (7, True), (9, False)])
+def test_gpus_without_it_are_told(major: int, is_built: bool, monkeypatch: Any) -> None:
+    facts = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_built)
+    assert flash2._runs_on.__wrapped__(0) is (is_built and major >= 8)
+
+
+def test_single_queries_of_some_sequences_are_not_taken_as_one_of_each(monkeypatch: Any) -> None:
+    monkeypatch.setattr(flash2, "takes", lambda *tensors: True)
+    query, key = torch.randn(2, HEADS, WIDTH).half(), torch.randn(9, HEADS_KV, WIDTH).half()
+    starts, ends = (torch.tensor(of, dtype=torch.int32) for of in ([0, 1, 1, 2], [0, 4, 6, 9]))
+    call = varlen.VarlenCall(query, key, key, starts, ends, 1, 4, False, 0.25, True)
+    by_operator = call.by_pytorch()
+    apart = torch.stack((starts, starts), 1)[:, 0]
+    assert not call._replace(starts_q=apart)._fits_flash2, "not contiguous"
+    assert not call._replace(starts_q=starts.to("meta"))._fits_flash2
+    by_lengths = call._replace(starts_q=apart).by_pytorch()
+    torch.testing.assert_close(by_operator, by_lengths, atol=2e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -144,6 +186,8 @@ def test_windows_over_as_many_keys_as_queries_go_to_it(
     by_operator = compose(query, key, value, *options)
     assert by_operator.stride() == query.transpose(1, 2).contiguous().transpose(1, 2).stride()
     torch.testing.assert_close(by_operator, by_operations, atol=2e-3, rtol=1e-2)
+    shared = compose(query, key[:1], value[:1], *options)
+    assert shared.shape == query.shape, "one batch of keys for all: by PyTorch's operations"
     fewer = query[:, :, :9]
     assert compose(fewer, key, value, *options).shape == fewer.shape, "by PyTorch's operations"
 

@@ -7,6 +7,7 @@ It reads no length on the host, so that calls by it can be captured in CUDA grap
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 
@@ -16,6 +17,8 @@ from tuner.runtime.call import devices, guards, handed_over
 
 _WIDTH_STEP = 8
 _HALF = torch.float16, torch.bfloat16
+_MIN_MAJOR = 8
+"""Least major compute capability of its GPUs."""
 _forward = torch.ops.aten._flash_attention_forward.default
 
 
@@ -31,6 +34,8 @@ def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: to
     (heads, width), heads_kv = query.shape[-2:], key.shape[-2]
     return (
         query.is_cuda
+        and _runs_on(query.get_device())
+        and guards.are_plain(query, key, value)
         and dtype in _HALF
         and key.shape[-2:] == value.shape[-2:]
         and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
@@ -41,6 +46,18 @@ def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: to
         and bool(query.numel() and key.numel())
         and not guards.wants_gradient(query, key, value)
     )
+
+
+def are_together(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """True for tensors of one device."""
+    return all(tensor is None or tensor.device == first.device for tensor in others)
+
+
+@cache
+def _runs_on(device: int) -> bool:
+    """True if PyTorch has it for a GPU."""
+    major = torch.cuda.get_device_properties(device).major
+    return bool(torch.backends.cuda.is_flash_attention_available() and major >= _MIN_MAJOR)
 
 
 def check_uncaptured(name: str) -> None:
@@ -75,7 +92,7 @@ def packed(
         key: (total_kv, HKV, D).
         value: as `key`.
         starts: int32 (B + 1), of queries and of keys.
-        longest: queries and keys of a sequence at most.
+        longest: queries and keys of a sequence at most; of one query every sequence must have it.
         is_causal: bottom-right mask.
         scale: factor of the scores.
         window: keys that a query sees before and after its own; -1: no limit.
@@ -109,7 +126,8 @@ def windowed(
         scale: factor of the scores; 1/sqrt(D) when None.
         window: keys that a query sees before and after its own; -1: no limit.
     """
-    if query.dim() != 4 or query.shape[2] != key.shape[2] or torch.compiler.is_compiling():
+    is_square = query.dim() == 4 and query.shape[::2] == key.shape[::2]
+    if not is_square or key.shape != value.shape or torch.compiler.is_compiling():
         return None
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if len({t.dtype for t in (query, key, value)}) > 1 or not takes(query, key, value, query.dtype):

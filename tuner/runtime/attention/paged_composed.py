@@ -70,7 +70,8 @@ def composed(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
     """
     query, total = call.query, call.query.shape[0]
     is_empty = not (call.page_table.numel() and call.longest_q and call.longest_kv)
-    is_plain = not (is_empty or call.extras.softcap)
+    beside = call.page_table, call.seqused_k, call.starts_q, call.sinks, *call.descales
+    is_plain = flash2.are_together(query, *beside) and not (is_empty or call.extras.softcap)
     if is_plain and flash2.takes(query, call.key, call.value, call.dtype):
         return _by_flash2(call)
     flash2.check_uncaptured("tuner.paged_attention")
@@ -165,6 +166,8 @@ def _by_flash2(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
     """As `composed`, over keys and values that are copied out of their pages, some sequences at a
     time. No length is read on the host.
     """
+    if call.starts_q is not None and call.longest_q == 1:
+        return _by_single_queries(call, call.starts_q)
     size, columns = call.key.shape[1], -(-call.longest_kv // call.key.shape[1])
     columns = min(columns, call.page_table.shape[1])
     room, device, batch = columns * size, call.query.device, call.batch
@@ -173,12 +176,9 @@ def _by_flash2(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
     pages = call.page_table[:, :columns].masked_fill(firsts >= used[:, None], 0).long()
     (query,) = handed_over.aligned(_widened(call.query, call, 0))
     total, queries = query.shape[0], call.longest_q
-    is_even = call.starts_q is None or (queries == 1 and total == batch)
+    is_even = call.starts_q is None
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
-    if not is_even:
-        assert call.starts_q is not None
-        # A single query would count as one of each sequence.
-        starts, queries = call.starts_q, max(2, queries)
+    starts = starts if call.starts_q is None else call.starts_q
     out = query.new_empty(query.shape)
     lse = torch.empty(query.shape[1::-1], dtype=torch.float32, device=device)
     step = max(1, _DENSE_BYTES // max(1, 4 * room * call.key.shape[2] * query.shape[2]))
@@ -206,8 +206,18 @@ def _by_flash2(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+def _by_single_queries(call: Paged, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_by_flash2`, for sequences of one query or none: it takes one of each."""
+    total = call.query.shape[0]
+    firsts = starts[:-1].clamp(max=total - 1)
+    out, lse = _by_flash2(call._replace(query=call.query[firsts], starts_q=None))
+    rows = torch.arange(total, dtype=starts.dtype, device=starts.device)
+    owners = (torch.searchsorted(starts, rows, right=True) - 1).clamp(max=call.batch - 1)
+    return out[owners], lse[:, owners]
+
+
 def _widened(tensor: torch.Tensor, call: Paged, side: int) -> torch.Tensor:
     """(rows, heads, D) in the output's type: elements of e4m3 times their factors."""
     if not call.descales:
         return tensor
-    return tensor.to(call.dtype) * call.descales[side].to(call.dtype)[:, None]
+    return (tensor.to(call.dtype) * call.descales[side][:, None]).to(call.dtype)

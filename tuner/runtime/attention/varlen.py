@@ -140,9 +140,12 @@ class VarlenCall(_Packed, Call):
         is_alike = self.starts_q is self.starts_kv or not self.is_causal
         is_grouped = query.shape[1] != key.shape[1]
         is_empty = not (self.batch and self.longest_q and self.longest_kv)
+        starts = self.starts_q, self.starts_kv
         return (
             is_alike
             and not is_empty
+            and flash2.are_together(query, *starts)
+            and all(t.is_contiguous() for t in starts)
             and query.dtype == key.dtype == value.dtype
             and (self.enable_gqa or not is_grouped)
             and flash2.takes(query, key, value, query.dtype)
@@ -154,7 +157,8 @@ class VarlenCall(_Packed, Call):
         """
         query, key, value = self.query, self.key, self.value
         if self._fits_flash2:
-            lengths = (self.starts_q, self.starts_kv), (self.longest_q, self.longest_kv)
+            # It takes longest lengths of one as a query of each sequence: some may have none.
+            lengths = (self.starts_q, self.starts_kv), (max(2, self.longest_q), self.longest_kv)
             return flash2.packed(query, key, value, *lengths, self.is_causal, self.scale)[0]
         flash2.check_uncaptured("tuner.attention_varlen")
         of_queries = _ends(self.starts_q, "cu_seqlens_q", query.shape[0], self.longest_q)
