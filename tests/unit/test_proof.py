@@ -517,7 +517,7 @@ class TestWheel:
     ) -> None:
         prover(Worker()).run(plan(built, TARGETS))
         carried = built.rename(tmp_path / "kernels.json")
-        monkeypatch.setattr(prebuilt, "kernel_list", lambda: carried)
+        monkeypatch.setattr(prebuilt, "kernel_lists", lambda: [carried])
         assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
         assert users() == []
 
@@ -527,7 +527,7 @@ class TestWheel:
         prover(Worker()).run(plan(built, TARGETS))
         carried = tmp_path / "kernels.json"
         carried.write_text(built.read_text())
-        monkeypatch.setattr(prebuilt, "kernel_list", lambda: carried)
+        monkeypatch.setattr(prebuilt, "kernel_lists", lambda: [carried])
         prover(Worker(wrong_at_one_query)).run(plan(built, TARGETS, again=True))
         assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
 
@@ -541,7 +541,7 @@ class TestWheel:
         proven = replace(proven, proof=Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-25"))
         path = tmp_path / "kernels.json"
         KernelList(NVCC, "4.2.0", "9.0").with_kernels([proven]).write(path)
-        monkeypatch.setattr(prebuilt, "kernel_list", lambda: path)
+        monkeypatch.setattr(prebuilt, "kernel_lists", lambda: [path])
         assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
         built.unlink()
         assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
