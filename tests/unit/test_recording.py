@@ -189,6 +189,16 @@ class TestArchive:
             ConfigError, match=r"attention\.zip.* cannot be read: Corrupt input data"
         ):
             recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
+        later = self.NAME.replace(recording.SUFFIX, f"_2{recording.SUFFIX}")
+        recording.write(tmp_path / later, WHOLE)
+        with pytest.raises(ConfigError, match="Corrupt input data"):
+            recording_archive.pack(tmp_path)
+
+    def test_a_block_that_is_missing_is_one_clear_error(self, tmp_path: Path) -> None:
+        with zipfile.ZipFile(tmp_path / "attention.zip", "w") as archive:
+            archive.writestr(recording_archive.INDEX, json.dumps([[self.NAME]]))
+        with pytest.raises(ConfigError, match=r"cannot be read: .*0\.jsonl"):
+            recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
 
 
 def test_of_several_regimes_the_first_that_was_recorded_is_found(tmp_path: Path) -> None:

@@ -192,6 +192,23 @@ def write(path: Path, recording: Recording) -> int:
     return output.write(path, packed, make_folder=True)
 
 
+def content_of(path: Source) -> bytes:
+    """The text of a recording's document, in one line.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except (OSError, zipfile.BadZipFile, lzma.LZMAError, EOFError, LookupError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"recording {path} cannot be read: {reason}") from exc
+    try:
+        return content if isinstance(path, Member) else gzip.decompress(content)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as exc:
+        raise ConfigError(f"recording {path} is damaged: {exc}") from exc
+
+
 def read_document(path: Source) -> dict[str, Any]:
     """The JSON document of a recording; only its format and version are checked.
 
@@ -199,13 +216,8 @@ def read_document(path: Source) -> dict[str, Any]:
         ConfigError: when it cannot be read, or is not a recording.
     """
     try:
-        content = path.read_bytes()
-    except (OSError, zipfile.BadZipFile, lzma.LZMAError, EOFError, IndexError) as exc:
-        reason = getattr(exc, "strerror", None) or exc
-        raise ConfigError(f"recording {path} cannot be read: {reason}") from exc
-    try:
-        data = document.parse(content if isinstance(path, Member) else gzip.decompress(content))
-    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as exc:
+        data = document.parse(content_of(path))
+    except ValueError as exc:
         raise ConfigError(f"recording {path} is damaged: {exc}") from exc
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(f"{path} is not a recording (its 'format' is not '{FORMAT}')")

@@ -8,7 +8,6 @@ replaces a recording of its name until `pack` moves it into the archive.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import lzma
@@ -28,6 +27,7 @@ from tuner.runners.recording import (
     Member,
     Recording,
     Source,
+    content_of,
     decode,
     read,
     read_document,
@@ -156,19 +156,13 @@ def _write_archive(path: Path, members: Sequence[Source]) -> Path:
     blocks = [members[first : first + BLOCK] for first in range(0, len(members), BLOCK)]
     files = {INDEX: json.dumps([[member.name for member in block] for block in blocks]).encode()}
     for number, block in enumerate(blocks):
-        files[_name(number)] = b"\n".join(map(_document, block))
+        files[_name(number)] = b"\n".join(map(content_of, block))
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_LZMA) as archive:
         for name, content in files.items():
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_LZMA)
     output.write(path, buffer.getvalue())
     return path
-
-
-def _document(source: Source) -> bytes:
-    """A recording's document, in one line."""
-    content = source.read_bytes()
-    return content if isinstance(source, Member) else gzip.decompress(content)
 
 
 def _name(number: int) -> str:
