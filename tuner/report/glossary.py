@@ -10,7 +10,7 @@ MEANINGS: Mapping[str, str] = {
     "block_n": "Rows of K and V of a step (Triton's BLOCK_N).",
     "blocks_per_sm": "Thread blocks that fit a multiprocessor at once.",
     "box_rows": "Rows of a page of a paged cache that one copy brings.",
-    "carries_parts": "The sum of the parts so far lies in shared memory; each is added when it ends.",
+    "carries_parts": "The sum of the parts so far lies in shared memory; each is added at its end.",
     "clips_rows": "Copies of the last tiles leave out rows beyond A and columns beyond B.",
     "cluster": "Blocks of a cluster that each bring a part of every tile of keys to all.",
     "cluster_m": "Blocks of a thread block cluster along M; they share loads by multicast.",

@@ -129,15 +129,15 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         by_domain[call.domain].append(call)
     if not by_domain:
         raise ConfigError("no call of these files has the times of two kernels of a portfolio")
-    result, found = Refit("cache/portfolio"), dict[AnyDomain, Constants]()
+    result, factors_of = Refit("cache/portfolio"), dict[AnyDomain, Constants]()
     for domain, some in sorted(by_domain.items(), key=lambda pair: pair[0].label()):
         if len(some) >= MIN_OF_DOMAIN and all(text in domain.label() for text in only):
             ships = dict.fromkeys(factors(some), 1.0)
             group = FitGroup(domain.label(), some, ships, factors, loss, lambda call: call.group)
-            found[domain] = result.fit(group)
+            factors_of[domain] = result.fit(group)
     for op, portfolio in portfolios.items():
         domains = {
-            domain: _multiplied(models, found.get(domain, {}))
+            domain: _multiplied(models, factors_of.get(domain, {}))
             for domain, models in portfolio.domains.items()
         }
         new = replace(portfolio, domains=domains)
