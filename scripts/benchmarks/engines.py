@@ -149,7 +149,12 @@ def in_turns(servers: Mapping[str, Server], args: Namespace) -> Row:
     Args:
         servers: engines by the name of their way.
         args: number of runs, and the seconds after which no engine is asked or waited for.
+
+    Raises:
+        BenchmarkError: without engines.
     """
+    if not servers:
+        raise BenchmarkError("none of the ways that --ways names is of this preset and installed")
     end = time.monotonic() + args.seconds
     with ExitStack() as stack:
         workers = {

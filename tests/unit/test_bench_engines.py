@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from bench_programs import Offline, engines, vllm  # noqa: F401
 from bench_sglang import runner  # noqa: F401
 
 from benchmarks.__main__ import main
+from benchmarks.engines import in_turns
 from benchmarks.engines_sglang import parting
+from tuner.errors import BenchmarkError
 
 
 @pytest.fixture
@@ -27,6 +30,11 @@ def test_the_first_token_that_differs_counts() -> None:
     told = {"tokens": [[1, 2, 3], [4, 0, 0], [0, 8, 9]]}
     assert parting(told, own) == (2, 0.2)
     assert parting(own, own) == (0, 0.0)
+
+
+def test_ways_of_another_preset_are_one_clear_line() -> None:
+    with pytest.raises(BenchmarkError, match="none of the ways"):
+        in_turns({}, Namespace(seconds=1.0, runs=1))
 
 
 @pytest.mark.usefixtures("runner")
