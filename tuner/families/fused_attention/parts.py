@@ -2,8 +2,8 @@
 
 One block adds all parts of a tile, or each part has a block and a second kernel adds them in the
 same order. The bits are equal, so a call takes what is faster. At D = 128 O does not fit twice into
-the registers: the sum so far lies in shared memory. The kernels serve the batch-invariant mode
-alone (`tuner.selection.invariant`).
+the registers: the sum so far lies in shared memory, as in prompts at D = 64. The kernels serve the
+batch-invariant mode alone (`tuner.selection.invariant`).
 """
 
 from __future__ import annotations
