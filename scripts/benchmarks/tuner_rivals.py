@@ -263,6 +263,8 @@ def figures(done: Sequence[Row], evaluations: int = 16) -> list[str]:
             for row in done
         ]
         every = [value for space in spaces for value in space]
+        if not every:
+            continue
         pairs = [(space[0], later) for space in spaces for later in space[1:]]
         flips = sum(1 + later > (1 + first) * (1 + TIE) for first, later in pairs)
         lines.append(

@@ -24,6 +24,7 @@ from benchmarks.tuner_problems import Judged, neighbours
 from tuner import settings
 from tuner.base import document
 from tuner.config import Config
+from tuner.errors import BenchmarkError
 from tuner.families import families, families_of
 from tuner.families.base import Family, KernelSpec
 from tuner.families.by_operation import rule_of
@@ -278,8 +279,10 @@ def beside(case: Judged, name: str) -> Row:
     from tuner.runtime.call import devices
 
     def others(operands: Operands) -> dict[str, Callable[[int], Any]]:
-        from benchmarks import tuner_helion
-
+        try:
+            from benchmarks import tuner_helion
+        except ModuleNotFoundError as exc:
+            raise BenchmarkError(f"{exc.name} is not installed: pip install helion") from exc
         return {name: tuner_helion.call(operands)}
 
     start, kernels = time.monotonic(), built(case.problem, devices.gpu_of(0))

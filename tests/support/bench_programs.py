@@ -62,6 +62,14 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def helion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's product in the place of Helion's."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    product = SimpleNamespace(call=lambda operands: lambda i: torch.mm(*operands(i)[:2]))
+    monkeypatch.setattr("benchmarks.tuner_helion", product, raising=False)
+
+
+@pytest.fixture
 def profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel of 4 us in everything."""
     torch = pytest.importorskip("torch", reason="torch is not installed")

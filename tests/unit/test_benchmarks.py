@@ -24,6 +24,7 @@ from bench_programs import (  # noqa: F401
     batching,
     checkout,
     engines,
+    helion,
     profiler,
     transformers,
     uncompiled,
@@ -71,6 +72,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("suites", "pytorch"): "checkout",
     ("search", "repeats"): "sweeps",
     **{("tuner", preset): "sweeps" for preset in ("quick", "full")},
+    ("tuner", "helion"): "helion",
     ("tuner", "inductor"): "uncompiled",
     ("search", "units"): "compiler",
 }

@@ -327,7 +327,7 @@ def test_a_captured_step_takes_as_many_keys_as_its_table_holds(
         backend.init_forward_metadata_out_graph(batch(metadata=step), in_capture=in_capture)
         backend.forward_decode(q, k, v, layer(), batch())
         assert step.max_seq_len_k == keys
-    assert [p.seqlen_kv for _, p in served.posed] == [8192, 1]
+    assert [p.seqlen_kv for _, p in served.posed] == [8192, 2]  # one above its query
 
 
 def test_a_setting_leaves_long_chunks_to_sglang(
