@@ -120,7 +120,7 @@ def time_calls(
 
 
 def _tried(name: str, make: Callable[[], _Made], failed: dict[str, str]) -> _Made | None:
-    """What a contender's code makes; None, with the reason in `failed`, where it refuses."""
+    """Return the result of a contender's code; None after an error, which `failed` notes."""
     import torch
 
     try:

@@ -271,7 +271,7 @@ def _said(row: Row) -> Iterator[str]:
 def _compared(
     way: str, runs: Mapping[str, Sequence[Row]], answers: Mapping[str, Row]
 ) -> Iterator[str]:
-    """What a way's tokens have in common with those of the engine's own kernels."""
+    """Lines that compare a way's tokens with those of the engine's own kernels."""
     first = next(iter(answers), way)
     told, own = (answers.get(name, {}) for name in (way, first))
     if "same" in told:

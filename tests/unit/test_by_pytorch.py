@@ -200,6 +200,9 @@ def test_a_capture_of_lengths_that_the_host_reads_is_one_clear_line(monkeypatch:
         ConfigError, match=r"tuner.paged_attention cannot be captured here.*D a mul"
     ):
         flash2.check_uncaptured("tuner.paged_attention")
+    rows, starts = torch.zeros(8, HEADS, WIDTH), torch.tensor([0, 8]).int()
+    with pytest.raises(ConfigError, match=r"attention_varlen cannot .* one tensor as cu_seqlens_q"):
+        varlen.attention_varlen(rows, rows, rows, starts, starts.clone(), 8, 8, is_causal=True)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])

@@ -208,7 +208,7 @@ def _package(
     Args:
         kernels: kernels to pack.
         artifacts: cache with them.
-        beside: libraries that are no kernel's.
+        beside: libraries without a kernel.
         end: end of the name of a wheel that is not the first.
     """
     if not end:

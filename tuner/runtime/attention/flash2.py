@@ -60,8 +60,12 @@ def _runs_on(device: int) -> bool:
     return bool(torch.backends.cuda.is_flash_attention_available() and major >= _MIN_MAJOR)
 
 
-def check_uncaptured(name: str) -> None:
+def check_uncaptured(name: str, further: str = "") -> None:
     """Refuse a capture of a call whose lengths PyTorch would read on the host.
+
+    Args:
+        name: the function that was called.
+        further: a further need of this function, as the end of a list.
 
     Raises:
         ConfigError: within a capture.
@@ -70,7 +74,8 @@ def check_uncaptured(name: str) -> None:
         raise ConfigError(
             f"{name} cannot be captured here: no tuned kernel serves the call, and PyTorch's "
             "operations read its lengths on the host (allowed in a capture without such a kernel: "
-            f"no soft cap, no gradient, D a multiple of {_WIDTH_STEP} to {NARROW_HEAD_DIM})"
+            f"no soft cap, no gradient, one GPU of compute capability {_MIN_MAJOR}.0 or newer, "
+            f"D a multiple of {_WIDTH_STEP} to {NARROW_HEAD_DIM}{further})"
         )
 
 

@@ -160,7 +160,8 @@ class VarlenCall(_Packed, Call):
             # It takes longest lengths of one as a query of each sequence: some may have none.
             lengths = (self.starts_q, self.starts_kv), (max(2, self.longest_q), self.longest_kv)
             return flash2.packed(query, key, value, *lengths, self.is_causal, self.scale)[0]
-        flash2.check_uncaptured("tuner.attention_varlen")
+        needs = ", under a causal mask one tensor as cu_seqlens_q and cu_seqlens_kv"
+        flash2.check_uncaptured("tuner.attention_varlen", needs)
         of_queries = _ends(self.starts_q, "cu_seqlens_q", query.shape[0], self.longest_q)
         of_keys = _ends(self.starts_kv, "cu_seqlens_kv", key.shape[0], self.longest_kv)
         done = []
