@@ -33,6 +33,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
 from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measure import device
 from tuner.measurement import Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.runners import recording_archive
@@ -147,7 +148,7 @@ def swept(
         "winner": config.to_json(),
         "us": {"tuner": own["latency_us"]},
         **{name: outcome[name] for name in facts},
-        "own_over_vendor": outcome["own_over_vendor"],
+        "is_own": outcome["winner"]["config"] == own["config"],
         "first_answer_s": next((round(at, 1) for at, line in said if FIRST in line), None),
         "process_s": round(seconds, 1),
         "cpu_s": round(_cpu_s() - cpu_s, 1),
@@ -281,18 +282,20 @@ def recorded(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
 
 
 @contextmanager
-def gpu_values(device: str, name: str) -> Iterator[list[float]]:
-    """A quantity of nvidia-smi's, five values a second, when the context ends."""
+def gpu_values(name: str) -> Iterator[list[float]]:
+    """A quantity of nvidia-smi's at the first visible GPU, five values a second, when the context
+    ends.
+    """
     query = (f"--query-gpu={name}", "--format=csv,noheader,nounits", "-lms", "200")
     values: list[float] = []
+    if device.detect() is None or shutil.which("nvidia-smi") is None:
+        yield values
+        return
     with tempfile.TemporaryFile("w+") as file:
-        try:
-            command = ["nvidia-smi", "-i", device, *query]
-            with running(command, stdout=file, stderr=subprocess.DEVNULL) as process:
-                yield values
-                process.terminate()
-        except FileNotFoundError:
+        command = ["nvidia-smi", "-i", device.pci_address(), *query]
+        with running(command, stdout=file, stderr=subprocess.DEVNULL) as process:
             yield values
+            process.terminate()
         file.seek(0)
         values += [float(line) for line in file.read().split() if line.isdigit()]
 

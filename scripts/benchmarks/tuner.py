@@ -38,6 +38,12 @@ from tuner.runners import recording_archive
 from tuner.selection.reader import find_gpu
 
 SWEEP_S = 1500.0
+SWEEP_FACTS = (
+    *("first_answer_s", "first_own_s", "best_s", "elapsed_s", "process_s", "said"),
+    *("cpu_s", "compile_cpu_s", "cpu_s_a_kernel", "cores", "compiled", "given_up"),
+    *("expected_loss", "replayed"),
+)
+"""Facts of a sweep that a row repeats."""
 
 
 def cases(args: Namespace, models: str = "held-out") -> list[Judged]:
@@ -98,27 +104,21 @@ def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
         assert case.seed is not None
         options = Namespace(**{**vars(args), "sweep": f"--effort {effort} {args.sweep}"})
         sweep = SeededSweep(case.problem, case.seed)
-        with search_sweeps.gpu_values(args.device, "memory.used") as used_mib:
+        with search_sweeps.gpu_values("memory.used") as used_mib:
             row = search_sweeps.swept(
                 sweep, options, keeps_kernels=not args.fresh, replays=True, shares_built=args.fresh
             )
         winner = Config.from_json(row["winner"])
-        is_own = row["own_over_vendor"] is None or row["own_over_vendor"] >= 1
         judged = tuner_truth.judged(case, winner, _earlier(case, args))
         operands = sum(operand.bytes for operand in case.problem.operands) / 2**20
         return {
-            **{
-                "first_own_s": row["first_own_s"],
-                "elapsed_s": row["elapsed_s"],
-                "cpu_s": row["cpu_s"],
-                "cores": row["cores"],
-            },
-            **{"evaluations": row["kernels"], "compiled": row["compiled"]},
-            **{"replayed": row["replayed"], "swept_us": row["us"]["tuner"]},
+            **{name: row[name] for name in SWEEP_FACTS},
+            **{"evaluations": row["kernels"], "swept_us": row["us"]["tuner"]},
+            "phases": row["seconds"],
             **judged,
             "extra_mib": max(used_mib) - used_mib[0] - operands if used_mib else None,
-            "judged": tuner_truth.own_name(winner) if is_own else "pytorch",
-            **({} if is_own else {"choice": None}),
+            "judged": tuner_truth.own_name(winner) if row["is_own"] else "pytorch",
+            **({} if row["is_own"] else {"choice": None}),
         }
 
     return measure
@@ -147,7 +147,6 @@ def options(parser: Parser) -> None:
     add("--seeds", type=int, default=1, metavar="N", help="quick, full: sweeps a problem (1)")
     add("--fresh", action="store_true", help="quick, full: sweeps compile into an empty cache")
     add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
-    add("--device", default="0", metavar="N,...", help="CUDA devices of the sweeps (default 0)")
     add("--recordings", type=Path, default=recording_archive.folder(), metavar="DIR",
         help="rivals: folder of recordings (default: the shipped ones)")  # fmt: skip
     add("--times", type=int, default=10, metavar="N", help="rivals: seeds (default 10)")

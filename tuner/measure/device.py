@@ -105,11 +105,12 @@ def _handle(index: int) -> Any | None:
     """NVML handle of CUDA device `index`, found by PCI address because the two libraries number
     devices differently.
     """
-    if _nvml() is None:
-        return None
-    text = call("cuDeviceGetPCIBusId", 16, call("cuDeviceGet", index))
-    address = text.decode().split("\0", 1)[0] if isinstance(text, bytes) else str(text)
-    return _ask("device_get_handle_by_pci_bus_id_v2", address)
+    return _ask("device_get_handle_by_pci_bus_id_v2", pci_address(index)) if _nvml() else None
+
+
+def pci_address(index: int = 0) -> str:
+    """PCI address of CUDA device `index`, by which tools of the driver take it also."""
+    return _text(call("cuDeviceGetPCIBusId", 16, call("cuDeviceGet", index)))
 
 
 def _text(value: Any) -> str:
