@@ -33,6 +33,7 @@ from benchmarks.paged_batches import Case
 from benchmarks.paged_calls import PEER, Batch, answer, specs_of, timed
 from tuner.cli import Parser
 from tuner.families.peers import installed
+from tuner.problem import E4M3
 from tuner.problem.attention import NARROW_HEAD_DIM
 
 #: Microseconds of replays of a pass, and its part that the pass over all schedules takes.
@@ -162,6 +163,11 @@ BENCH = Bench(
             "200 draws of every ratio of heads",
             paged_batches.ratios,
             Case("ratios", (4, 4), (40, 33), 16, 4, 2, 64, is_halved=True),
+        ),
+        "quantised": _preset(
+            "100 draws of every ratio of heads up to 32, in e4m3",
+            paged_batches.quantised,
+            Case("ratios of e4m3", (4, 4), (40, 33), 16, 24, 2, 64, dtype=E4M3),
         ),
         "graphs": _preset(
             "captured graphs for 4K and 32K keys, replayed at all lengths",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
 
-#: Cases of the group ``ratios``, and bytes of one copy of a case's keys and values at most.
-RATIO_CASES, MAX_RATIO_BYTES = 200, 4 << 30
+#: Cases of `ratios` and `quantised`, and bytes of one copy of a case's keys and values at most.
+RATIO_CASES, QUANTISED_CASES, MAX_RATIO_BYTES = 200, 100, 4 << 30
 #: Longest lengths that captured graphs are made for, and lengths that they are replayed at.
 ROOMS = {4096: (64, 256, 1024, 4096), 32768: (64, 1024, 8192, 32768)}
 
@@ -176,18 +177,33 @@ def wide() -> list[Case]:
 
 def ratios() -> list[Case]:
     """Draws of every number of query heads to a KV head, of unlike lengths, and 1 to 8 queries."""
-    draw, drawn = random.Random("ratios of heads"), list[Case]()
-    while len(drawn) < RATIO_CASES:
-        ratio, heads_kv = draw.randint(1, 16), draw.choice((1, 2, 4, 8))
+    case = Case("ratios", (), ())
+    return list(islice(_drawn(case, 16, (64, 80, 128, 256)), RATIO_CASES))
+
+
+def quantised() -> list[Case]:
+    """As `ratios`, of elements in e4m3 and of up to 32 heads."""
+    case = Case("ratios of e4m3", (), (), dtype=E4M3)
+    return list(islice(_drawn(case, 32, (64, 80, 96, 128, 256)), QUANTISED_CASES))
+
+
+def _drawn(like: Case, most: int, widths: Sequence[int]) -> Iterator[Case]:
+    draw = random.Random("ratios of heads")
+    while True:
+        ratio, heads_kv = draw.randint(1, most), draw.choice((1, 2, 4, 8))
         batch, longest = round(2 ** draw.uniform(0, 7)), round(2 ** draw.uniform(7, 14))
         queries = draw.choice((1, draw.randint(2, 8)))
         lengths = [max(queries, round(longest * 2 ** -draw.uniform(0, 4))) for _ in range(batch)]
-        width = draw.choice((64, 80, 128, 256))
-        keys = longest, *lengths[1:]
-        case = Case("ratios", (queries,) * batch, keys, 16, ratio * heads_kv, heads_kv, width)
+        case = replace(
+            like,
+            queries=(queries,) * batch,
+            keys=(longest, *lengths[1:]),
+            head_dim=draw.choice(widths),
+            heads_q=ratio * heads_kv,
+            heads_kv=heads_kv,
+        )
         if case.cached_bytes <= MAX_RATIO_BYTES:
-            drawn.append(case)
-    return drawn
+            yield case
 
 
 def graphs() -> list[Case]:

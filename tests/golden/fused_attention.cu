@@ -87,6 +87,19 @@ CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
 // ... as in the templates
   float factor[2];  // what O must be multiplied by
 // ... as in the templates
+  CUTE_DEVICE void maxima(Scores const& scores, float scale_log2) {
+// ... as in the templates
+        factor[r] = maximum[r] == top ? 1.f : exp2_approx((maximum[r] - top) * scale_log2);
+        sum[r] *= factor[r];
+      }
+      maximum[r] = top;
+      float const rounded = scaled(top, scale_log2) - kLift;  // not in the choice: it would be a branch
+// ... as in the templates
+  CUTE_DEVICE void exponentials(Scores& scores, float scale_log2) {
+// ... as in the templates
+        x = exp2_approx(fmaf(x, scale_log2, -shift[r]));
+        y = exp2_approx(fmaf(y, scale_log2, -shift[r]));
+// ... as in the templates
     for (int i = 0; i < kD / 2; ++i) partials.value[i][thread] = out(i);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -113,13 +126,23 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
   int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
   return {p.partial + partial * p.head_dim, p.partial_statistics + partial};
 // ... as in the templates
+CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float const& scale_log2, float const (&norm)[2]) {
+  int const q = threadIdx.x % 4;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
 // ... as in the templates
+      float const sum = softmax.sum[r] * exp2_approx(-softmax.residual(r, scale_log2));
+      if (is_row && q == 0) *target.statistics = make_float2(softmax.maximum[r], sum);
+      CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
           *reinterpret_cast<float2*>(target.out + 8 * j + 2 * q) =
 // ... as in the templates
+    if (p.lse && is_row && q == 0) p.lse[at] = log_sum_exp(softmax.maximum[r], softmax.sum[r], scale_log2);
+    Out* const target = out_row(p, t, head, seq);
+    CUTE_UNROLL
     for (int g = 0; g < kD / 32; ++g) {
 // ... as in the templates
       int const column = 32 * g + 8 * q;
@@ -192,6 +215,11 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
           issue_pv();
 // ... as in the templates
           if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, keys, row0, n * kTileN);
+// ... as in the templates
+      for (int i = 0; i + 1 < kKeyGroups; ++i) softmax.merge_partials(s.groups[i], tOrO, row_tid, scale_log2);
+// ... as in the templates
+    unsigned const flagged[2] = {__ballot_sync(kAllLanes, softmax.residual(0, scale_log2) < kLeastResidual),
+                                 __ballot_sync(kAllLanes, softmax.residual(1, scale_log2) < kLeastResidual)};
 // ... as in the templates
     s.tile[round % 2] = t;
     compiler_fence();

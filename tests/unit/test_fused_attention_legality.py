@@ -102,7 +102,7 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
         (
             "H=16,HKV=1,D=64,dtype=e4m3",
             make(1, 64, packed_heads=16),
-            "packed_heads=16 exceeds 8: a thread's rows would have different descale_q",
+            "packed_heads=16 exceeds 8 of dense e4m3",
         ),
         (
             "D=128,dtype=e4m3",

@@ -253,9 +253,9 @@ class AttentionDomain(_Attention, Domain):
     def other_recipients(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
-        Paged caches: one query of every instance, plain, with windows, sinks and of e4m3. Several
-        queries have windows and e4m3 where public models have them, and sinks as in GPT-OSS. Mask
-        operands, without a causal flag, have every phase.
+        Paged caches: one query of every instance, plain, with windows, sinks and of e4m3; few also
+        of e4m3. Several queries have windows, and prompts e4m3, where public models have them, and
+        sinks as in GPT-OSS. Mask operands, without a causal flag, have every phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -263,7 +263,7 @@ class AttentionDomain(_Attention, Domain):
             for mask, phase in kinds:
                 paged = cls(head_dim, mask, phase, is_paged=True)
                 yield paged
-                if phase == "one" or head_dim in QUANTISED:
+                if phase != "prompt" or head_dim in QUANTISED:
                     yield paged._replace(is_e4m3=True)
                 if phase == "one" or head_dim in SINKS:
                     yield paged._replace(has_sinks=True)

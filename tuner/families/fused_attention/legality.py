@@ -7,7 +7,7 @@ from typing import Any
 
 from tuner.config import Config, Value
 from tuner.families.attention_instances import instance, launch_registers
-from tuner.families.fused_attention.packing import MAX_PACKED_E4M3, is_held, may_pad, tile_m
+from tuner.families.fused_attention.packing import is_held, max_packed, may_pad, tile_m
 from tuner.families.fused_attention.registers import WGMMA_OVERHEAD_REGISTERS
 from tuner.hardware import SMEM_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
@@ -249,11 +249,8 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     if not is_held(group, packed, pads):
         lack = "is less than" if pads else "does not divide"
         reasons.append(f"packed_heads={packed} {lack} the {group} heads to a KV head")
-    if problem.dtype == E4M3 and packed > MAX_PACKED_E4M3:
-        reasons.append(
-            f"packed_heads={packed} exceeds {MAX_PACKED_E4M3}: a thread's rows would have "
-            "different descale_q"
-        )
+    if packed > (most := max_packed(problem)):
+        reasons.append(f"packed_heads={packed} exceeds {most} of dense e4m3")
     return reasons
 
 

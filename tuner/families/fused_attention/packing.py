@@ -12,7 +12,7 @@ NAME = "fused_attention"
 """Name of the family."""
 #: Query heads that share a tile's rows at most.
 MAX_PACKED = 32
-#: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
+#: The same of dense tensors in e4m3.
 MAX_PACKED_E4M3 = 8
 
 
@@ -27,7 +27,7 @@ def packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
     padding the next power of two.
     """
     group = problem.heads_q // problem.heads_kv
-    most = math.gcd(group, MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED)
+    most = math.gcd(group, max_packed(problem))
     padded = 1 << (group - 1).bit_length()
     ways = [(1, False)]
     if most > 1:
@@ -35,6 +35,12 @@ def packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
     if most < group <= MAX_PACKED and may_pad(problem):
         ways.append((padded, True))
     return tuple(ways)
+
+
+def max_packed(problem: AttentionProblem) -> int:
+    """Query heads that share a tile's rows at most."""
+    is_dense_e4m3 = problem.dtype == E4M3 and not problem.is_paged
+    return MAX_PACKED_E4M3 if is_dense_e4m3 else MAX_PACKED
 
 
 def is_held(group: int, packed: int, pads: bool) -> bool:
@@ -46,8 +52,7 @@ def is_held(group: int, packed: int, pads: bool) -> bool:
 
 def may_pad(problem: AttentionProblem) -> bool:
     """True if rows of heads that a KV head lacks may be computed."""
-    is_dense_e4m3 = problem.dtype == E4M3 and not problem.is_paged
-    return not (is_dense_e4m3 or problem.block_mask)
+    return max_packed(problem) == MAX_PACKED and not problem.block_mask
 
 
 def packs(problem: AttentionProblem, packed: int, pads: bool) -> int:

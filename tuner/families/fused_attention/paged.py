@@ -34,7 +34,7 @@ _LAZY_CHUNKS = (96, 128)
 #: less, of 512 30 % more (an H200, 29 November 2026).
 _TALL_CHUNKS = (64,)
 #: Head dimensions of public models with windows, with sinks, and in e4m3: others have kernels of
-#: one query only.
+#: one query only, and in e4m3 of few.
 WINDOWED, SINKS, QUANTISED = (128, 256), (64,), (64, 128)
 #: Head dimensions with a kernel of equal parts, and with kernels of counted parts, as far as they
 #: were timed.
@@ -77,7 +77,7 @@ def kernels(
             return *of_eight, decoding, any_heads
         return (any_heads,) if phase == "prompt" else (_padded(head_dim, 8), any_heads)
     if is_e4m3 and head_dim not in QUANTISED:
-        return _padded(head_dim, 8), any_heads
+        return *padded, any_heads
     if is_e4m3:
         four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
         both = _chunk(head_dim, 4), _chunk(head_dim, 1)
@@ -134,19 +134,20 @@ def _chunks(head_dim: int) -> Iterator[Config]:
 
 
 def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config]:
-    """Kernels for KV heads of any number of query heads, up to 32, of e4m3 up to 8. Their tiles
-    read each key once, and compute rows of heads that a KV head lacks in vain. A tile of 64 rows
-    holds one query of 32 heads, four queries of 16 or eight of 8. One of 128 rows holds twice as
-    many, and takes up to 1.5 times as long where it is half empty (an H200, 29 November 2026).
+    """Kernels for KV heads of any number of query heads, up to 32. Their tiles read each key once,
+    and compute rows of heads that a KV head lacks in vain. A tile of 64 rows holds one query of 32
+    heads, four queries of 16 or eight of 8. One of 128 rows holds twice as many, and takes up to
+    1.5 times as long where it is half empty (an H200, 29 November 2026).
     """
-    if is_e4m3:
-        yield _padded(head_dim, 8)
-        return
-    copies = _padded_copies(head_dim)
+    copies = {} if is_e4m3 else _padded_copies(head_dim)
     if phase == "one":
+        if is_e4m3:
+            yield _padded(head_dim, 8)
         yield _padded(head_dim, MAX_PACKED, **copies)
         return
     yield from (_padded(head_dim, heads, **copies) for heads in (8, 16))
+    if is_e4m3 and head_dim not in QUANTISED:
+        return
     tile_n, stages = _TALL_TILES[head_dim]
     copies |= {"warp_groups": 2, "tile_n": tile_n, "kv_stages": stages, "blocks_per_sm": 1}
     yield from (_padded(head_dim, heads, **copies, ping_pong=True) for heads in (16, MAX_PACKED))
