@@ -9,7 +9,9 @@ logits lie close together, and two correct kernels part at some token.
 - ``vllm``: vLLM's offline engine by its own kernels (``vllm``), with the plug-in's attention
   (``tuner``), and with its linear layers too (``tuner all``). In ``vllm mode`` and ``tuner mode``
   results must not depend on the batch: a request's bits are compared alone and among 127 others.
-  The cache's bytes are the same for all.
+  The cache's bytes are the same for all. ``8b-fp8`` has e4m3 weights with factors of blocks, and
+  ``moe`` 32 of the 48 layers of Qwen3-30B-A3B.
+- ``ranks``: vLLM's engine over two GPUs, a rank each, and its calls beside those of one rank.
 - ``sglang``: SGLang's model runner in the same ways, without its scheduler and server. Tokens that
   part from its own are told with the gap between the two largest logits there: zero is a tie.
 - ``attention``: SGLang's attention of a captured step alone.
@@ -36,6 +38,7 @@ from benchmarks.child import Worker
 from benchmarks.engines_child import ANSWERS, RUN, START, Server
 from benchmarks.engines_servers import (
     ALL,
+    OPTIONS,
     TUNER_MODE,
     VLLM,
     VLLM_MODE,
@@ -50,6 +53,7 @@ from benchmarks.own_plans import build
 from benchmarks.rows import TUNER, markdown
 from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.measure import device
 
 SDPA = "sdpa"
 BATCHING = {
@@ -59,8 +63,10 @@ BATCHING = {
     "flash_attention_2": "flash_attn",
 }
 """Attention of Transformers, and the module that it needs."""
-BUILDS = (VLLM, "0"), (VLLM, "1"), (SGLANG, "0")
-"""Engines whose kernels are built, and ``TUNER_BATCH_INVARIANT``."""
+DENSE = "8b", "1b"
+BUILDS = (VLLM, "0", (*DENSE, "moe")), (VLLM, "1", DENSE), (SGLANG, "0", DENSE)
+"""Engines whose kernels are built, ``TUNER_BATCH_INVARIANT``, and models."""
+RANKS = 2
 LIMIT_S, WHOLE_S = 240.0, 3600.0
 """Seconds for the start of an engine and for each of its runs; for all of a model's."""
 FIGURES = ("first_token_ms", "token_ms", "graph_ms", "requests_per_s", "tokens_per_s")
@@ -88,7 +94,12 @@ class Served:
 
 def models(_: Namespace) -> list[Served]:
     """Both models."""
-    return [Served("8b"), Served("1b")]
+    return [Served(model) for model in DENSE]
+
+
+def models_of_vllm(args: Namespace) -> list[Served]:
+    """These, one with factors of blocks, and one of experts."""
+    return [*models(args), Served("8b-fp8"), Served("moe")]
 
 
 def measure_vllm(case: Served, args: Namespace) -> Row:
@@ -96,9 +107,28 @@ def measure_vllm(case: Served, args: Namespace) -> Row:
     _check("vllm")
     load = case.load(args, "1,16,128")
     options = args.compile, args.cache
-    compared = VLLM, TUNER, ALL, VLLM_MODE, TUNER_MODE
+    modes = () if case.label in OPTIONS else (VLLM_MODE, TUNER_MODE)
+    compared = VLLM, TUNER, ALL, *modes
     ways = [way for way in args.ways or compared if way in compared]
     return in_turns({way: Vllm(way, load, *options) for way in ways}, args)
+
+
+def measure_ranks(case: Served, args: Namespace) -> Row:
+    """Runs of vLLM's engine over two GPUs, and of one on one GPU.
+
+    Raises:
+        BenchmarkError: without two GPUs.
+    """
+    _check("vllm")
+    if (gpus := device.count()) < RANKS:
+        raise BenchmarkError(f"{gpus} GPU, {RANKS} are needed")
+    load = case.load(args, "1,16,128")
+    compared = VLLM, TUNER, ALL
+    ways = [way for way in args.ways or compared if way in compared]
+    servers = {way: Vllm(way, load, args.compile, args.cache, RANKS) for way in ways}
+    if ALL in ways:
+        servers[f"{ALL}, one rank"] = Vllm(ALL, load, args.compile, args.cache)
+    return in_turns(servers, args)
 
 
 def measure_sglang(case: Served, args: Namespace) -> Row:
@@ -264,6 +294,9 @@ def _said(row: Row) -> Iterator[str]:
             hits = f"{name}: {stats.get('hits', 0)} hits"
             parts.append(f"{hits}, refused: {'; '.join(refused)}" if refused else hits)
         parts += _compared(way, runs, answers)
+        for rank, told in enumerate(last.get("ranks", ()), 1):
+            tokens = "equal" if told["is_equal"] else "other"
+            parts.append(f"rank {rank}: {told['hits']} hits, {tokens} tokens")
         yield f"- {row['case']}, {way}: {'. '.join(parts)}"
     yield from (f"- {row['case']}, {way}: {why}" for way, why in row.get("failed", {}).items())
 
@@ -289,13 +322,14 @@ def _compared(
 
 
 def compile_models(_: Namespace) -> None:
-    """Build the kernels that answer both models' calls, also those of the batch-invariant mode."""
-    for (engine, mode), model in itertools.product(BUILDS, ("8b", "1b")):
-        with model_folder(model) as folder:
-            build(
-                *("--model", f"{folder}/config.json", "--engine", engine),
-                TUNER_BATCH_INVARIANT=mode,
-            )
+    """Build the kernels that answer the models' calls, also those of the batch-invariant mode."""
+    for engine, mode, built in BUILDS:
+        for model in built:
+            with model_folder(model) as folder:
+                build(
+                    *("--model", f"{folder}/config.json", "--engine", engine),
+                    TUNER_BATCH_INVARIANT=mode,
+                )
 
 
 def _options(parser: Parser) -> None:
@@ -318,17 +352,26 @@ def _options(parser: Parser) -> None:
 
 SMALL = Served("tiny", "3", (32, 4))
 _PRESETS = {
-    "vllm": ("vLLM's offline engine by its own kernels and the plug-in's", measure_vllm),
-    "batching": ("Transformers' continuous batching", measure_batching),
-    "sglang": ("SGLang's model runner by its own kernels and the plug-in's", measure_sglang),
+    "vllm": (
+        "vLLM's offline engine by its own kernels and the plug-in's",
+        models_of_vllm,
+        measure_vllm,
+    ),
+    "ranks": ("vLLM's offline engine over two GPUs", models, measure_ranks),
+    "batching": ("Transformers' continuous batching", models, measure_batching),
+    "sglang": (
+        "SGLang's model runner by its own kernels and the plug-in's",
+        models,
+        measure_sglang,
+    ),
 }
 BENCH = Bench(
     "engines",
     __doc__,
     {
         **{
-            name: Preset(text, models, measure, line, table, WHOLE_S, SMALL, compile=compile_models)
-            for name, (text, measure) in _PRESETS.items()
+            name: Preset(text, cases, measure, line, table, WHOLE_S, SMALL, compile=compile_models)
+            for name, (text, cases, measure) in _PRESETS.items()
         },
         "attention": Preset(
             "SGLang's attention of a captured step alone",

@@ -21,8 +21,33 @@ from tuner.errors import BenchmarkError
 MODELS: dict[str, tuple[Sizes, int]] = {
     "1b": (Sizes(2048, 32, 8, 64, 8192, 128256), 16),
     "8b": (LLAMA_3_8B, 32),
+    "8b-fp8": (LLAMA_3_8B, 32),
+    "moe": (Sizes(2048, 32, 4, 128, 6144, 151936), 32),
     "tiny": (Sizes(64, 4, 2, 16, 96, 512), 2),
 }
+#: Other options of a model's config.json: factors of blocks; experts as Qwen3-30B-A3B's, which has
+#: 48 such layers.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "8b-fp8": {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+    },
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+E4M3_DEVIATION, E4M3_MOST = 64.0, 448.0
+"""Of drawn weights in e4m3, and their largest value."""
 #: Engines in one process, without a network; their weights are drawn, and nothing is built beside.
 ENVIRONMENT = {
     "TUNER_BUILD_ON_MISS": "0",
@@ -56,7 +81,7 @@ SHORTEST = 8
 
 
 def config_of(model: str, **more: Any) -> dict[str, Any]:
-    """Options of Hugging Face's Llama config.
+    """Options of Hugging Face's config.
 
     Args:
         model: one of `MODELS`.
@@ -75,6 +100,7 @@ def config_of(model: str, **more: Any) -> dict[str, Any]:
         "tie_word_embeddings": model == "1b",
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         **more,
+        **OPTIONS.get(model, {}),
     }
 
 
@@ -87,10 +113,17 @@ def draw_weights(model: Any) -> int:
     import torch
 
     generator = torch.Generator("cuda").manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            deviation = parameter.shape[-1] ** -0.5
-            parameter.data.normal_(0.0, deviation, generator=generator)
+    for name, parameter in model.named_parameters():
+        width = parameter.shape[-1]
+        if "scale" in name:  # of blocks of 128 x 128
+            deviation = (128 * width) ** -0.5 / E4M3_DEVIATION
+            parameter.data.uniform_(0.5 * deviation, 1.5 * deviation, generator=generator)
+        elif parameter.dtype == torch.float8_e4m3fn:
+            drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
+            drawn.normal_(0.0, E4M3_DEVIATION, generator=generator)
+            parameter.data.copy_(drawn.clamp_(-E4M3_MOST, E4M3_MOST))
+        elif parameter.dim() > 1:
+            parameter.data.normal_(0.0, width**-0.5, generator=generator)
         else:
             parameter.data.fill_(1.0)
     return 0
@@ -167,12 +200,16 @@ class Vllm:
         load: requests.
         is_default: vLLM's own compilation: torch.compile, piecewise graphs.
         cache: elements of its cache.
+        ranks: processes that share its layers, a GPU each.
+        rank: of this process.
     """
 
     way: str
     load: Load
     is_default: bool = False
     cache: str = "auto"
+    ranks: int = 1
+    rank: int = 0
     _llm: Any = None
     _warm: int = 0
     """Prompt tokens of a request before the timed ones; 0: as many as those have."""
@@ -193,6 +230,7 @@ class Vllm:
             options["attention_backend"] = "CUSTOM"
         if self.way in (ALL, TUNER_MODE):
             options["quantization"] = "tuner"
+            options["moe_backend"] = "triton"  # whose weights are not shuffled
         start = time.perf_counter()
         with model_folder(self.load.model) as folder:
             self._llm = vllm.LLM(folder, **options)
@@ -227,6 +265,9 @@ class Vllm:
             "disable_log_stats": True,
             "seed": 0,
         }
+        if self.ranks > 1:
+            options["tensor_parallel_size"] = self.ranks
+            options["distributed_executor_backend"] = "external_launcher"
         if not self.is_default:
             captured = {*load.counts, *(2**i for i in range(most.bit_length()))}
             options["compilation_config"] = {

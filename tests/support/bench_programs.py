@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +162,30 @@ def vllm(engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setattr("tuner.runtime.engines.vllm._register_quantization", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1 << 30)
+
+
+class OtherRank:
+    """Stands for the process of another rank."""
+
+    def __init__(self, command: Sequence[str], env: Any, **pipes: Any) -> None:
+        from benchmarks.engines_child import asked
+
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == ("1", "1", "2")
+        self._answer = asked(command[-1])
+        self.stdin, self.stdout = StringIO(), self
+
+    def readline(self) -> str:
+        return json.dumps(self._answer(int(self.stdin.getvalue().split()[-1])))
+
+
+@pytest.fixture
+def ranks(vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import engines, engines_child
+
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")  # the first rank sets them in this process
+    monkeypatch.setattr(engines.device, "count", lambda: 2)
+    monkeypatch.setattr(engines_child.subprocess, "Popen", OtherRank)
 
 
 @pytest.fixture
