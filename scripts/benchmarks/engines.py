@@ -106,7 +106,7 @@ def measure_vllm(case: Served, args: Namespace) -> Row:
     """Runs of vLLM's engine by its own kernels and the plug-in's."""
     _check("vllm")
     load = case.load(args, "1,16,128")
-    options = args.compile, args.cache
+    options = args.compile, args.cache, args.eager
     modes = () if case.label in OPTIONS else (VLLM_MODE, TUNER_MODE)
     compared = VLLM, TUNER, ALL, *modes
     ways = [way for way in args.ways or compared if way in compared]
@@ -125,9 +125,10 @@ def measure_ranks(case: Served, args: Namespace) -> Row:
     load = case.load(args, "1,16,128")
     compared = VLLM, TUNER, ALL
     ways = [way for way in args.ways or compared if way in compared]
-    servers = {way: Vllm(way, load, args.compile, args.cache, RANKS) for way in ways}
+    options = args.compile, args.cache, args.eager
+    servers = {way: Vllm(way, load, *options, RANKS) for way in ways}
     if ALL in ways:
-        servers[f"{ALL}, one rank"] = Vllm(ALL, load, args.compile, args.cache)
+        servers[f"{ALL}, one rank"] = Vllm(ALL, load, *options)
     return in_turns(servers, args)
 
 
@@ -137,7 +138,7 @@ def measure_sglang(case: Served, args: Namespace) -> Row:
     load = case.load(args, "1,16,64")
     compared = SGLANG, TUNER, ALL
     ways = [way for way in args.ways or compared if way in compared]
-    return in_turns({way: Sglang(way, load) for way in ways}, args)
+    return in_turns({way: Sglang(way, load, args.eager) for way in ways}, args)
 
 
 def measure_batching(case: Served, args: Namespace) -> Row:
@@ -347,6 +348,7 @@ def _options(parser: Parser) -> None:
         help="limit of a model's runs; their answers so far count",
     )
     add("--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs")
+    add("--eager", action="store_true", help="vLLM and SGLang without graphs")
     add("--cache", choices=("auto", "fp8"), default="auto", help="elements of vLLM's cache")
 
 

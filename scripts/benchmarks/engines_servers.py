@@ -200,6 +200,7 @@ class Vllm:
         load: requests.
         is_default: vLLM's own compilation: torch.compile, piecewise graphs.
         cache: elements of its cache.
+        is_eager: without graphs.
         ranks: processes that share its layers, a GPU each.
         rank: of this process.
     """
@@ -208,6 +209,7 @@ class Vllm:
     load: Load
     is_default: bool = False
     cache: str = "auto"
+    is_eager: bool = False
     ranks: int = 1
     rank: int = 0
     _llm: Any = None
@@ -268,7 +270,9 @@ class Vllm:
         if self.ranks > 1:
             options["tensor_parallel_size"] = self.ranks
             options["distributed_executor_backend"] = "external_launcher"
-        if not self.is_default:
+        if self.is_eager:
+            options["enforce_eager"] = True
+        elif not self.is_default:
             captured = {*load.counts, *(2**i for i in range(most.bit_length()))}
             options["compilation_config"] = {
                 "mode": 0,

@@ -44,10 +44,12 @@ class Sglang:
     Args:
         way: ``sglang`` is its own kernels, others the plug-in's.
         load: requests.
+        is_eager: without graphs.
     """
 
     way: str
     load: Load
+    is_eager: bool = False
     _bench: Any = None
     _runner: Any = None
 
@@ -101,6 +103,7 @@ class Sglang:
             "chunked_prefill_size": -1,
             "cuda_graph_bs_decode": list(load.counts),
             "disable_prefill_cuda_graph": True,
+            "disable_cuda_graph": self.is_eager,
             "port": FIRST_PORT + os.getpid() % PORTS,
             **({"quantization": "tuner"} if self.way == ALL else {}),
         }
