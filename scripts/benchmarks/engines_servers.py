@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 E4M3_DEVIATION, E4M3_MOST = 64.0, 448.0
-"""Of drawn weights in e4m3, and their largest value."""
+"""Deviation of drawn weights in e4m3, and their largest value."""
 #: Engines in one process, without a network; their weights are drawn, and nothing is built beside.
 ENVIRONMENT = {
     "TUNER_BUILD_ON_MISS": "0",
