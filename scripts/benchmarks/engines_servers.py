@@ -202,7 +202,7 @@ class Vllm:
         cache: elements of its cache.
         is_eager: without graphs.
         ranks: processes that share its layers, a GPU each.
-        rank: of this process.
+        rank: this process's number among them.
     """
 
     way: str
