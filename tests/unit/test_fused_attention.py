@@ -223,6 +223,9 @@ def test_stream_k_is_of_two_groups_at_most_over_pages() -> None:
     more = {"persistent": False, "splits": 2, "combine": "kernel"}
     assert reasons("SQ=1,D=128,page_size=16", **more) == [only]
     assert reasons("SQ=1,D=128") == ["stream_k is for paged caches, only"]
+    straight = "goes_straight is for stream_k without persistent blocks, only"
+    assert reasons("SQ=1,D=128,page_size=16", goes_straight=True) == [straight]
+    assert reasons("SQ=1,D=128,page_size=16", goes_straight=True, persistent=False) == []
 
 
 def test_e4m3_is_launched_with_its_factors_last() -> None:

@@ -72,6 +72,7 @@ MEANINGS: Mapping[str, str] = {
     "stages": "Pipeline depth: tiles in flight between memory and the tensor cores.",
     "stages_output": "The output goes through shared memory and TMA.",
     "store_buffers": "Boxes of shared memory a warp stores its results through; 0: none.",
+    "goes_straight": "Blocks find their part by its number where all tiles have equally many.",
     "stream_k": "Blocks take parts of all keys, by the lengths at launch.",
     "streams": "CUDA streams over which the launches are dealt.",
     "swap_ab": "Computes the transposed product, so that M and N change places.",

@@ -258,7 +258,15 @@ def _decoding_pages(
 
 def _form(config: Config) -> Hashable:
     """Parameters of a kernel but for those of how blocks share and copy keys."""
-    others = "stream_k", "splits", "combine", "box_rows", "whole_rows", "copy_warps"
+    others = (
+        "stream_k",
+        "goes_straight",
+        "splits",
+        "combine",
+        "box_rows",
+        "whole_rows",
+        "copy_warps",
+    )
     return frozenset((name, v) for name, v in config.params.items() if name not in others)
 
 

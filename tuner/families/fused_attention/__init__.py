@@ -119,6 +119,7 @@ class FusedAttention(Family):
         "copy_warps": (3,),
         "stream_k": (True,),
         "longest_first": (True,),
+        "goes_straight": (True,),
         "split_keys": (256, 512, 1024, 2048),
         "carries_parts": (True,),
     }
@@ -126,7 +127,7 @@ class FusedAttention(Family):
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
-            *("stream_k", "longest_first", "rescale", "turn_ends", "split_keys"),
+            *("stream_k", "goes_straight", "longest_first", "rescale", "turn_ends", "split_keys"),
             *("carries_parts", "column_groups"),
         }
     )

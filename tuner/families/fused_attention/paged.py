@@ -182,6 +182,7 @@ def _counted(head_dim: int, fours: Sequence[Config], padded: Sequence[Config]) -
     for one in (*of_heads, *padded):
         if len(padded) == 1 or one["packed_heads"] == MAX_PACKED // 2:
             yield _with(one, stream_k=True)
+            yield _with(one, stream_k=True, goes_straight=True)
 
 
 def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
