@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.call_times import replayed
 from benchmarks.engines_servers import (
     ALL,
     WARM_TOKENS,
@@ -25,6 +21,7 @@ from benchmarks.engines_servers import (
     model_folder,
     stats_of,
 )
+from benchmarks.engines_steps import figures_of, first_token_ms, last_replayed
 
 SGLANG = "sglang"
 """The way by SGLang's own kernels."""
@@ -32,8 +29,6 @@ OWN_ATTENTION = "fa3"
 PAGE_SIZE, CONTEXT = 64, 4096
 """Slots of a page; keys of a sequence, the captured step's longest."""
 SHARE_OF_MEMORY = 0.9
-REPLAYS = 20
-"""Replays of a step's graph that are timed."""
 FIRST_PORT, PORTS = 20000, 20000
 
 
@@ -120,15 +115,19 @@ class Sglang:
     def _served(self, count: int) -> dict[str, Any]:
         new = self.load.new
         self._generate(count, WARM_TOKENS, 2)
-        with _last_replayed() as graphs:
+        with last_replayed() as graphs:
             _, (start, first, last) = self._generate(count, self.load.prompt, new)
-            replays = [replayed(graph) / 1e3 for graph in graphs * REPLAYS]
+            figures = figures_of(graphs)
         return {
-            "first_token_ms": (first - start) * 1e3,
+            "first_token_ms": first_token_ms(count, lambda: self._first_s(count)),
             "token_ms": (last - first) / max(1, new - 1) * 1e3,
             "tokens_per_s": count * new / (last - start),
-            **({"graph_ms": statistics.median(replays)} if replays else {}),
+            **figures,
         }
+
+    def _first_s(self, count: int) -> float:
+        _, (start, first, _) = self._generate(count, self.load.prompt, 1)
+        return first - start
 
     def answers(self) -> dict[str, Any]:
         """Tokens of each number of requests, and how far the two largest logits are apart."""
@@ -170,24 +169,6 @@ class Sglang:
 def _told(ids: Any, logits: Any) -> tuple[list[int], list[float]]:
     top = logits.float().topk(2, -1).values
     return ids.tolist(), (top[:, 0] - top[:, 1]).tolist()
-
-
-@contextmanager
-def _last_replayed() -> Iterator[list[Any]]:
-    """A list whose last item is the graph that was replayed last."""
-    import torch
-
-    replay, graphs = torch.cuda.CUDAGraph.replay, list[Any]()
-
-    def noted(graph: Any) -> None:
-        graphs[:] = [graph]
-        replay(graph)
-
-    torch.cuda.CUDAGraph.replay = noted
-    try:
-        yield graphs
-    finally:
-        torch.cuda.CUDAGraph.replay = replay
 
 
 def parting(told: dict[str, Any], own: dict[str, Any]) -> tuple[int, float]:

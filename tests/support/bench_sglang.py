@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.machinery
 import sys
 from collections.abc import Callable
@@ -83,7 +82,6 @@ def runner(engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(engines_servers, "ENVIRONMENT", {})
     monkeypatch.setattr(engines_sglang, "draw_weights", lambda model: 0)
-    monkeypatch.setattr(engines_sglang, "_last_replayed", lambda: contextlib.nullcontext([]))
     monkeypatch.setattr("tuner.runtime.engines.sglang.register", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1 << 30)
 
