@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -87,11 +88,16 @@ def calls(
     return timed
 
 
-def factors(some: Sequence[KernelCall]) -> dict[str, float]:
-    """The factor of each kernel, by calls where it is near the fastest. A kernel with too few has
-    the median of the others' factors; 1 without any.
+def factors(some: Sequence[KernelCall], kernels: Iterable[str] = ()) -> dict[str, float]:
+    """The factor of each kernel, by calls where it is near the fastest. A kernel with too few, or
+    without any time, has the median of the others' factors; 1 without any.
+
+    Args:
+        some: calls of a domain.
+        kernels: digests of the domain's own kernels.
     """
     ratios: dict[str, list[tuple[float, tuple[int, ...]]]] = defaultdict(list)
+    ratios |= {name: [] for name in kernels}
     for call in some:
         longest = NEAR * min(us for _, us in call.times.values())
         for name, (expected, us) in call.times.items():
@@ -132,9 +138,11 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     result, factors_of = Refit("cache/portfolio"), dict[AnyDomain, Constants]()
     for domain, some in sorted(by_domain.items(), key=lambda pair: pair[0].label()):
         if len(some) >= MIN_OF_DOMAIN and all(text in domain.label() for text in only):
-            ships = dict.fromkeys(factors(some), 1.0)
-            group = FitGroup(domain.label(), some, ships, factors, loss, lambda call: call.group)
-            factors_of[domain] = result.fit(group)
+            candidates = portfolios[some[0].problem.op].domains[domain].candidates
+            own = [one.config.digest for one in candidates if not one.is_vendor]
+            fitted, ships = partial(factors, kernels=own), dict.fromkeys(own, 1.0)
+            group = FitGroup(domain.label(), some, ships, fitted, loss, lambda call: call.group)
+            factors_of[domain] = result.fit(group, is_guarded=True)
     for op, portfolio in portfolios.items():
         domains = {
             domain: _multiplied(models, factors_of.get(domain, {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,11 +39,16 @@ class Refit:
         """Add constants."""
         self.constants |= {f"{title}: {k}": (ships.get(k), v) for k, v in fitted.items()}
 
-    def fit(self, group: FitGroup) -> Constants:
-        """Fit constants to measured items, and note their losses beside those that ship."""
+    def fit(self, group: FitGroup, is_guarded: bool = False) -> Constants:
+        """Fit constants to measured items, and note their losses beside those that ship.
+
+        Args:
+            group: constants and items.
+            is_guarded: True to leave the constants as they ship where fits to the other parts lose
+                more at each part.
+        """
         title, items, ships, fitted, loss, part = group
         best = fitted(list(items))
-        self.note(title, ships, best)
         losses = {"as it ships": [loss(x, ships) for x in items]}
         losses["fitted"] = [loss(x, best) for x in items]
         parts = [part(x) for x in items] if part else []
@@ -53,6 +59,9 @@ class Refit:
             losses.setdefault("left out", []).extend(mine)
         shown = (f"{what} {fmean(v):.2%}, worst {max(v):.1%}" for what, v in losses.items())
         self.errors.append(f"{title}: {len(items)} measured; mean loss {'; '.join(shown)}")
+        if is_guarded and sum(losses.get("left out", [math.inf])) > sum(losses["as it ships"]):
+            best = ships
+        self.note(title, ships, best)
         return best
 
     def text(self) -> str:
