@@ -24,8 +24,10 @@ WORST = 8
 HEAD = (
     *("kind", "problems", "regret", "worst", "top-1 or tie", "over peers also", "worst"),
     *("flips", "replayed", "transfer", "worst", "within 2 %", "moved", "worst", "within 2 %"),
-    *("kernels beside", "s", "CPU-s", "evaluations", "MiB"),
+    *("kernels beside", "s", "CPU-s", "evaluations", "MiB", "promised"),
 )
+"""``promised``: what the sets left were expected to save when the sweeps ended; ``regret`` is what
+they had to save."""
 
 
 def regret(row: Row, counts: Callable[[str], bool] = is_truth) -> float | None:
@@ -195,6 +197,7 @@ def _cells(mine: Sequence[Row]) -> list[str]:
         _mean(mine, "kernels"),
         *(_mean(mine, name) for name in ("elapsed_s", "cpu_s", "evaluations")),
         f"{max((row.get('extra_mib') or 0.0) for row in mine):.0f}",
+        _mean_and_worst(rows.values(mine, lambda row: row.get("expected_loss")))[0],
     ]
 
 
