@@ -8,8 +8,10 @@ beside FlexAttention and torch.compile, whose compilation takes far longer than 
 
 The other presets read such a file by ``--rows FILE``. ``failures`` measures its calls below 0.97
 again, ``worst`` the ten slowest in three fresh processes. ``smallest`` halves one extent of a cliff
-after another while it is still below 0.9, and says which call is left. ``holes`` reads no file: its
-calls are listed (`cliffs_holes`), and ``neighbours`` draws one near each.
+after another while it is still below 0.9, and says which call is left. ``kernels`` times every
+built kernel of attention's selections: `tuner develop fit kernels` makes rates of its file.
+``holes`` reads no file: its calls are listed (`cliffs_holes`), and ``neighbours`` draws one near
+each.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import cliffs_holes, rows
+from benchmarks import cliffs_holes, cliffs_kernels, rows
 from benchmarks.cliffs_draws import Call, Draw, Plain, dense, draws, smaller
 from benchmarks.harness import FAILURES, Bench, Preset, Row, add_answers
 from tuner.cli import Parser
@@ -212,6 +214,12 @@ BENCH = Bench(
             cases=lambda args: below(args, CLIFF),
             measure=shrunk,
             line=smallest_line,
+        ),
+        "kernels": replace(
+            DRAWS,
+            text="calls of attention by every built kernel of their selections, for fits",
+            cases=lambda args: [*filter(cliffs_kernels.takes_part, below(args, float("inf")))],
+            measure=cliffs_kernels.measured,
         ),
         "holes": HOLES,
         "neighbours": replace(

@@ -48,7 +48,7 @@ def measured(
     Args:
         call: the call.
         compiles: FlexAttention and torch.compile take part, where they can.
-        further: makes further contenders, of calls of models and of products.
+        further: makes further contenders, but of paged calls.
         budget_us: all rounds of such a call take about so long.
         peers: False to leave out peers of such a call but PyTorch.
     """
@@ -77,7 +77,7 @@ def _measured(call: Call, compiles: bool, further: Further, budget_us: float, pe
         if isinstance(call, Pages):
             return paged(call)
         if isinstance(call, Packed):
-            return packed(call)
+            return packed(call, further)
         is_grouped = isinstance(call.problem, GroupedGemmProblem)
         if is_grouped:
             return grouped(call, further, budget_us)
@@ -201,7 +201,7 @@ def _last_query(batch: Batch) -> Any:
     return (scores.softmax(-1)[..., : keys.shape[1]] @ values)[:, 0]
 
 
-def packed(case: Packed) -> Row:
+def packed(case: Packed, further: Further) -> Row:
     """`tuner.attention_varlen` beside FlashAttention-2 and -3 over the same sequences."""
     problem, total = case.problem, sum(case.lengths)
     dtype, scale = getattr(torch, problem.dtype), problem.head_dim**-0.5
@@ -225,6 +225,7 @@ def packed(case: Packed) -> Row:
     }
     if not isinstance(module, str):
         calls["flash3"] = lambda _: module.fwd(*tensors, **lengths, **options)
+    calls |= further(lambda _: (*tensors, starts))
     reference = _packed_reference(problem, case.lengths, query, key, value)
 
     def error(out: Any) -> float:

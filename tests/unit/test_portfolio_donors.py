@@ -17,7 +17,7 @@ from portfolio_cases import (
 )
 
 from tuner.families.by_operation import AttentionDomain, Mask, Phase, domain_of
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Regime
 from tuner.search import timed
 from tuner.selection import portfolio
@@ -200,8 +200,11 @@ class TestDonors:
         assert found is not None and (found.domain.phase, found.domain.mask) == ("few", "full")
         if head_dim != 128 or not softcap:
             assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
-        longer = ships.select(attention(f"B=60,H=90,HKV=6,S=25,D={head_dim},softcap={softcap}"))
-        assert longer is not None and longer.domain.phase == "prompt"
+        for heads, longest in (("H=90,HKV=6", 64), ("H=6", 24)):
+            texts = (f"B=60,{heads},S={longest + n},D={head_dim},softcap={softcap}" for n in (0, 1))
+            last, longer = (ships.select(attention(text)) for text in texts)
+            assert last is not None and last.domain.phase == "few"
+            assert longer is not None and longer.domain.phase == "prompt"
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
     @pytest.mark.parametrize(
@@ -216,10 +219,41 @@ class TestDonors:
         assert found is not None and found.domain.phase == "few"
         assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
         assert bool(found.vendor) is ("varlen" not in kind)
-        longest = 64 if "varlen" in kind else 24
-        last, longer = (ships.select(attention(f"S={n},{text}")) for n in (longest, longest + 1))
+        last, longer = (ships.select(attention(f"S={n},{text}")) for n in (64, 65))
         assert last is not None and last.domain.phase == "few"
         assert longer is not None and longer.domain.phase == "prompt"
+
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+    @pytest.mark.parametrize(
+        "kind", ["window=9", "causal=1,softcap=30", "varlen=1,layout=bshd", "causal=1,varlen=1"]
+    )
+    def test_prompts_have_further_kernels_beside_those_of_donors(
+        self, head_dim: int, kind: str
+    ) -> None:
+        """Built for both types, and on an H100 too."""
+        problem = attention(f"B=8,H=36,HKV=4,S=300,D={head_dim},{kind}")
+        for gpu in (DEFAULT_GPU, GPUS["H100"]):
+            serving = portfolio.serving(portfolio.shipped(), gpu)
+            ships = next(one for one in serving if one.op == "attention")
+            found = ships.select(problem)
+            assert found is not None
+            kernels = {FUSED.compile_digest(config) for _, config in found.ranked()}
+            further = [*found.domain.further_kernels]
+            held = [FUSED.called(problem, FUSED.carried(problem, one), 1) for one in further]
+            digests = {FUSED.compile_digest(one) for one in held if FUSED.holds(one, 9)}
+            assert digests and digests <= kernels and len(kernels) > 1
+
+    def test_steps_of_further_kernels_take_as_long_as_their_tiles_are_large(self) -> None:
+        own = candidate(maker()(2, 80), FUSED.work_terms, launch=9.0, mean_steps=0.5)
+        domain = AttentionDomain(192, "full", "prompt")
+        models = DomainModels(domain, WARM, [own], 0.0, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        for at in (domain, domain._replace(is_varlen=True)):
+            found = known.models_of(at)
+            assert found is not None and {one.config["tile_n"] for one in found.candidates} >= {80}
+            (tall,) = (one for one in found.candidates if one.config["tile_n"] == 112)
+            assert tall.rates["launch"] == 9.0
+            assert tall.rates["mean_steps"] == pytest.approx(0.5 * 112 / 80)
 
     @pytest.mark.parametrize("phase", ["few", "one"])
     def test_a_mask_beside_the_soft_cap_leaves_its_kernels_at_d_256(self, phase: Phase) -> None:

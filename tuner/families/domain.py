@@ -132,6 +132,11 @@ class Domain(ABC):
         return False
 
     @property
+    def further_kernels(self) -> Iterator[Config]:
+        """Kernels that the family names beside those that were measured, or are a donor's."""
+        yield from ()
+
+    @property
     @abstractmethod
     def max_kernels(self) -> int:
         """Most compiled kernels of the domain, each of which is built and proven.

@@ -202,14 +202,17 @@ class Portfolio:
                 self._transfer.models_of if self.fallback is None else self.fallback.models_of
             )
             models = self.domains.get(domain)
-            if models is None and (theirs := models_of(domain)) is not None:
+            if models is not None:
+                models = self._transfer.completed(models)
+            elif (theirs := models_of(domain)) is not None:
                 models = self._transfer.timed_here(theirs)
             return self._found.setdefault(domain, models)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
         """The measured domains and those that they are donors of, in a fixed order."""
-        for domain, models in sorted(self.domains.items()):
-            yield domain, models
+        for domain in sorted(self.domains):
+            if (models := self.models_of(domain)) is not None:
+                yield domain, models
             for kin in domain.recipients:
                 if kin not in self.domains and (transferred := self.models_of(kin)) is not None:
                     yield kin, transferred

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from tuner.config import Config
+from tuner.families import attention_work, family
 from tuner.families.attention_work import PACKING
 from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.hardware import Gpu
@@ -24,6 +26,12 @@ With them expected times of 131 candidates at 24 problems of D = 64 and 128 on a
 in the mean, at problems left out. Without them they are 35 % off (27 November 2026,
 ``cache/recordings``).
 """
+STEPS = frozenset(term for term in attention_work.TERMS if term.endswith("_steps"))
+"""Terms that grow with the tiles of a step."""
+TILES = "blocks_per_sm", "tile_n", "rescale"
+"""Parameters that kernels of like rates have in common."""
+SHARED = 1.5
+"""Time of two blocks that share a multiprocessor, over that of one."""
 
 
 def _unpacked(one: Candidate) -> Candidate:
@@ -50,6 +58,22 @@ def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) 
         )
 
     return min(similar, key=unlike, default=None)
+
+
+def _differing(kernel: Config, candidate: Candidate) -> int:
+    """Number of `TILES` that a candidate has otherwise than a kernel."""
+    return sum(kernel.get(name) != candidate.config.get(name) for name in TILES)
+
+
+def _rated(kernel: Config, like: Candidate) -> Candidate:
+    """A kernel with the rates of one of other tiles, whose steps take the longer the larger."""
+    assert like.family is not None
+    mine, theirs = like.family.tiling(kernel), like.family.tiling(like.config)
+    size = mine.rows * mine.keys / (theirs.rows * theirs.keys)
+    rates = {term: us * size if term in STEPS else us for term, us in like.rates.items()}
+    if mine.resident > theirs.resident:
+        rates |= {term: rates[term] * SHARED for term in ("rounds", "round_steps") if term in rates}
+    return replace(like, config=kernel, rates=rates)
 
 
 @dataclass(frozen=True)
@@ -115,6 +139,7 @@ class Transfer:
                 transferred = list(self._masked(domain, other, transferred))
             if isinstance(domain, AttentionDomain) and domain.takes_packs:
                 transferred += self._packing_most(domain, models)
+            transferred += self._further(domain, transferred)
             candidates, margin = transferred, 0.0
             if domain.has_donor_vendors:
                 candidates, margin = [*transferred, *models.vendors], models.margin
@@ -128,6 +153,30 @@ class Transfer:
                     ratios=None,
                 )
         return None
+
+    def completed(self, models: DomainModels) -> DomainModels:
+        """Measured candidates of a domain, and its `further_kernels`."""
+        further = self._further(models.domain, models.candidates)
+        return replace(models, candidates=[*models.candidates, *further]) if further else models
+
+    def _further(self, domain: AnyDomain, beside: Iterable[Candidate]) -> list[Candidate]:
+        """A domain's `further_kernels` that are not among its candidates."""
+        further: list[Candidate] = []
+        if not isinstance(domain, AttentionDomain):
+            return further
+        digests = {one.family.compile_digest(one.config) for one in beside if one.family}
+        spread = Spread.over(one.spread for one in beside if not one.is_vendor)
+        for kernel in domain.further_kernels:
+            for other in domain.alike_kernels(kernel):
+                models = self.measured.get(other)
+                near = sorted(models.candidates, key=partial(_differing, kernel)) if models else ()
+                if (like := _like(kernel, None, near)) is None:
+                    continue
+                named = self._carried(domain, _rated(kernel, like), (1,))
+                if named and family(kernel.family).compile_digest(named.config) not in digests:
+                    further.append(replace(named, spread=spread))
+                break
+        return further
 
     def _masked(
         self, domain: AttentionDomain, donor: AnyDomain, found: Sequence[Candidate]
@@ -155,7 +204,8 @@ class Transfer:
         timed = {c.config: c for c in carried if c is not None and c.config in configs}
         if not timed:
             return theirs
-        candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
+        candidates = [*timed.values(), *self._further(domain, timed.values())]
+        candidates += here.vendors if theirs.vendors else ()
         margin = here.margin if theirs.vendors else theirs.margin
         return replace(
             here, domain=domain, candidates=candidates, margin=margin, donor=donor, ratios=None

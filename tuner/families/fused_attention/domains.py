@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 from tuner.config import Config, Value
 from tuner.families.attention_instances import INSTANCES, instance
 from tuner.families.domain import MAX_SHORT, Domain
-from tuner.families.fused_attention import paged, sparse
+from tuner.families.fused_attention import paged, prompts, sparse
 from tuner.families.fused_attention.grid import lazily
 from tuner.families.fused_attention.packing import NAME
 from tuner.families.fused_attention.paged import QUANTISED, SINKS, WINDOWED
@@ -53,13 +53,15 @@ class _Attention(NamedTuple):
 MASKED = INSTANCES
 #: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
 CAPPED = (128, 256)
-MAX_PACKED_SHORT = 64
-"""As `MAX_SHORT`, for the longest of packed sequences."""
+MAX_SHARED_SHORT = 64
+"""As `MAX_SHORT`, where query heads may share a tile's rows, or for the longest packed sequence."""
 MAX_CAPPED = 4
 """Most query heads to a KV head of public models with a soft cap."""
 PADDED = 8
 """Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
 two are 3 to 7."""
+MAX_PACKS = 16
+"""Most query heads in a tile of the further kernels of prompts."""
 _PADDING: Mapping[int, Mapping[str, Value]] = {
     64: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": False, "stages_output": True},
     128: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": True, "stages_output": True},
@@ -104,7 +106,8 @@ class AttentionDomain(_Attention, Domain):
         is_masked = problem.is_causal or problem.is_varlen
         if is_masked and not is_paged:  # one query has the kernels of several
             few = "few"
-        most = MAX_PACKED_SHORT if problem.is_varlen else MAX_SHORT
+        is_shared = problem.is_varlen or problem.heads_q > problem.heads_kv
+        most = MAX_SHARED_SHORT if is_shared else MAX_SHORT
         is_plain = mask != "windowed" and not (is_paged or operand or (has_softcap and is_masked))
         is_short = is_plain and problem.seqlen_q <= most
         return cls(
@@ -232,7 +235,7 @@ class AttentionDomain(_Attention, Domain):
     @property
     def recipients(self) -> Iterator[Self]:
         """Decoding with D = 256 has no window: a cache keeps what it lets through."""
-        if self.head_dim == _RARE or self.mask == "windowed":  # `others` or the causal one has them
+        if self.head_dim == _RARE or self.is_composed or self.is_short_prompt:  # others have them
             return
         windowed = self._replace(mask="windowed")
         if self.mask == "causal" or (self.phase != "prompt" and self.head_dim <= 128):
@@ -313,6 +316,31 @@ class AttentionDomain(_Attention, Domain):
             is_e4m3=self.is_e4m3,
             is_windowed=is_windowed,
         )
+
+    @property
+    def further_kernels(self) -> Iterator[Config]:
+        """For prompts that PyTorch composes, for short ones, and at wide heads."""
+        is_windowed = self.mask == "windowed"
+        if self.has_named_kernels or self.operand or (self.has_softcap and is_windowed):
+            return
+        is_wide = self.head_dim > 128 and not self.has_softcap
+        if self.phase == "prompt" and (self.is_composed or is_wide):
+            yield from prompts.long(self.head_dim, is_full=self.mask == "full")
+            if is_windowed:
+                yield from prompts.narrow(self.head_dim)
+            if is_windowed or self.is_varlen or (self.has_softcap and self.mask != "full"):
+                yield prompts.packing(self.head_dim, MAX_PACKS)
+        elif self.is_short_prompt or (self.phase == "few" and is_wide and self.mask == "full"):
+            yield prompts.packing(self.head_dim, MAX_PACKS)
+            if self.is_short_prompt:
+                yield prompts.packing(self.head_dim, PADDED)
+
+    def alike_kernels(self, kernel: Config) -> Iterator[Self]:
+        """Domains whose kernels' rates hold for one of `further_kernels`, nearest first."""
+        phase: Phase = "few" if kernel["warp_groups"] == 1 else "prompt"
+        if self.mask != "full":
+            yield type(self)(self.head_dim, "causal", phase)
+        yield type(self)(self.head_dim, "full", phase)
 
     def donor_factor(self, kernel: Config) -> float:
         """Time of a kernel that the family names, over that by the rates of a dense one like it."""

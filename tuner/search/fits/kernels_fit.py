@@ -1,5 +1,5 @@
-"""Rates of a portfolio's kernels at calls of models, from times of all that are built
-(`scripts/bench tuner --preset kernels`).
+"""Rates of a portfolio's kernels at calls, from times of all that are built (`scripts/bench tuner`
+and ``cliffs``, ``--preset kernels``). Domains that had a donor's rates get their own.
 
 A survey times kernels one by one, some with an early launch. Calls of models are launched plainly,
 and contenders are interleaved. So the rates of each kernel are multiplied by the median of its
@@ -68,7 +68,7 @@ def measured_us(selection: Selection, row: Mapping[str, Any]) -> dict[int, tuple
 def calls(
     documents: Iterable[Mapping[str, Any]], portfolios: Mapping[str, Portfolio]
 ) -> list[KernelCall]:
-    """Calls of measured domains with two own candidates or more.
+    """Calls with two own candidates or more.
 
     Args:
         documents: rows of a bench.
@@ -79,7 +79,7 @@ def calls(
         problem = problem_from_json(row["problem"])
         portfolio = portfolios.get(problem.op)
         selection = portfolio.select(problem) if portfolio and "configs" in row else None
-        if portfolio is None or selection is None or selection.domain not in portfolio.domains:
+        if selection is None:
             continue
         candidates = selection.times.models.candidates
         times = {candidates[at].config.digest: us for at, us in measured_us(selection, row).items()}
@@ -119,7 +119,7 @@ def loss(call: KernelCall, by: Constants) -> float:
 
 
 def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
-    """Multiply the rates of a GPU's portfolios.
+    """Multiply the rates of a GPU's portfolios, and those of donors.
 
     Args:
         files: files of the bench.
@@ -144,10 +144,10 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
             group = FitGroup(domain.label(), some, ships, fitted, loss, lambda call: call.group)
             factors_of[domain] = result.fit(group, is_guarded=True)
     for op, portfolio in portfolios.items():
-        domains = {
-            domain: _multiplied(models, factors_of.get(domain, {}))
-            for domain, models in portfolio.domains.items()
-        }
+        domains = dict(portfolio.domains)
+        for domain, by in factors_of.items():
+            models = portfolio.models_of(domain) if domain.op == op else None
+            domains |= {domain: _multiplied(models, by)} if models is not None else {}
         new = replace(portfolio, domains=domains)
         result.documents[portfolio_file(gpu, op)] = portfolio_json.text(new.to_json())
     return result

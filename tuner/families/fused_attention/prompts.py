@@ -1,0 +1,65 @@
+"""Further kernels of prompts that no domain was measured for: with a window, a soft cap or packed
+sequences, and short ones. Their domains have a donor's kernel, which seldom suits all lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tuner.config import Config, Value
+from tuner.families.fused_attention.packing import NAME
+
+#: Levers of the kernel of long prompts, by the instance.
+_LONG: dict[int, dict[str, Value]] = {
+    64: {"tile_n": 128, "warp_groups": 3, "stages_output": True},
+    96: {"tile_n": 128, "stages_output": True},
+    128: {"tile_n": 128, "stages_output": True, "rescale": "lazy", "turn_ends": "scores"},
+    192: {"tile_n": 112},
+}
+#: Keys of a tile at which two blocks of one group fit on a multiprocessor, by the instance.
+_PACKING_TILES = {64: 64, 96: 64, 128: 64, 192: 48}
+
+
+def long(head_dim: int, *, is_full: bool) -> Iterator[Config]:
+    """The kernel of most queries to a tile, where a donor's is another.
+
+    Args:
+        head_dim: the instance.
+        is_full: no mask.
+    """
+    if head_dim in _LONG and not (is_full and head_dim == 128):
+        yield _turning(**_LONG[head_dim])
+
+
+def narrow(head_dim: int) -> Iterator[Config]:
+    """A kernel of small tiles, which a narrow window leaves less of, where a donor's has others."""
+    if head_dim == 96:
+        single: dict[str, Value] = {"warp_groups": 1, "tile_n": 64, "blocks_per_sm": 2}
+        yield _kernel(**single, persistent=True, stages_output=True)
+
+
+def packing(head_dim: int, heads: int) -> Config:
+    """A kernel whose tile holds few queries of all query heads of a KV head, up to `heads`."""
+    packed: dict[str, Value] = {"packed_heads": heads, "pads_heads": True}
+    if head_dim not in _PACKING_TILES:  # a thread lacks the registers of a second block
+        return _turning(tile_n=64, **packed)
+    if head_dim <= 128:
+        packed["stages_output"] = True
+    single: dict[str, Value] = {
+        **{"warp_groups": 1, "tile_n": _PACKING_TILES[head_dim], "blocks_per_sm": 2},
+        **{"persistent": False, "q_in_registers": head_dim == 96},
+    }
+    return _kernel(**single, **packed)
+
+
+def _turning(**more: Value) -> Config:
+    """Groups that take turns, in blocks that take one tile after the other."""
+    return _kernel(**{"warp_groups": 2, "persistent": True, "ping_pong": True, **more})
+
+
+def _kernel(**more: Value) -> Config:
+    params: dict[str, Value] = {
+        **{"kv_stages": 2, "score_buffers": 1, "early_exp": 0, "q_in_registers": False},
+        **{"blocks_per_sm": 1, "pdl": True},
+    }
+    return Config(NAME, {**params, **more})
