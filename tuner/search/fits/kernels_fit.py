@@ -138,8 +138,9 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     result, factors_of = Refit("cache/portfolio"), dict[AnyDomain, Constants]()
     for domain, some in sorted(by_domain.items(), key=lambda pair: pair[0].label()):
         if len(some) >= MIN_OF_DOMAIN and all(text in domain.label() for text in only):
-            candidates = portfolios[some[0].problem.op].domains[domain].candidates
-            own = [one.config.digest for one in candidates if not one.is_vendor]
+            models = portfolios[some[0].problem.op].models_of(domain)
+            assert models is not None
+            own = [one.config.digest for one in models.candidates if not one.is_vendor]
             fitted, ships = partial(factors, kernels=own), dict.fromkeys(own, 1.0)
             group = FitGroup(domain.label(), some, ships, fitted, loss, lambda call: call.group)
             factors_of[domain] = result.fit(group, is_guarded=True)
