@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,36 @@ class TestBenchmark:
         assert contending(problem, DEFAULT_GPU) == every[:8]
         monkeypatch.setenv("TUNER_ANSWERS", "own,flash3")
         assert contending(problem, DEFAULT_GPU) == []
+
+    def test_a_product_that_no_portfolio_has_is_timed(
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime, search = serving.runtime, families()["vendor_cublaslt_search"]
+        listed = [Config(search.name, {"kernel": "cublaslt_search", "tile": n}) for n in range(2)]
+        out = importlib.import_module("torch").zeros(1, 8, 128)
+
+        def called(name: str) -> Any:
+            serving.vendors.append(name)
+            return out
+
+        facts = {"name": search.name, "is_vendor": True, "is_listed": True}
+        calls = {"vendor_call": lambda _, config, __: lambda: called(f"tile {config['tile']}")}
+        monkeypatch.setattr(type(search), "listing", lambda *_: listed)
+        monkeypatch.setattr(runtime.plan, "family", lambda _: SimpleNamespace(**facts, **calls))
+
+        def answer(rows: int, us: float) -> Any:
+            stopwatch.us = {"sdpa": 8.0, "tile 0": 7.9, "tile 1": us}
+            problem = GemmProblem.parse(f"M={rows},N=128,K=64,dtype=e4m3,scales=row")
+            posed = runtime.plan.Posed(
+                problem, run=lambda plan: plan.run_uncounted() if plan else called("sdpa")
+            )
+            excluded = runtime.plan.Excluded((), frozenset())
+            return runtime.proven_kernels.choose(posed, DEFAULT_GPU, 0, excluded)
+
+        assert answer(8, 5.0).plan.config == listed[1]
+        assert answer(9, 9.0).plan.kind.name == "TIMED"
+        monkeypatch.setenv("TUNER_ANSWERS", "own,pytorch")
+        assert answer(10, 5.0) is None
 
     def test_a_library_that_lists_nothing_is_a_counted_error(
         self, serving: Serving, monkeypatch: pytest.MonkeyPatch

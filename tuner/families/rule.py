@@ -32,7 +32,7 @@ class RuleSelection(NamedTuple):
     @property
     def source(self) -> str:
         """Reason for the first kernel, for people."""
-        return f"expected {self.expected[0][0]:.1f} us"
+        return f"expected {self.expected[0][0]:.1f} us" if self.expected else "timed here"
 
     def own(self) -> Iterator[tuple[float, Config]]:
         """All kernels, best first."""

@@ -29,9 +29,10 @@ from tuner.config import Config
 from tuner.errors import StoreBusyError, TunerError
 from tuner.families import family
 from tuner.families.by_operation import domain_of, rule_of
+from tuner.families.rule import RuleSelection
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Provenance, Status
-from tuner.problem import AttentionProblem, Problem
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.runtime.call import counters, devices, native
 from tuner.runtime.call.plan import Excluded, Plan, Posed, plan_of
 from tuner.runtime.call.refusal import Kind, Refusal
@@ -41,7 +42,6 @@ from tuner.selection.kernels import Lists, lists
 from tuner.selection.portfolio import Portfolio, serving, shipped
 
 if TYPE_CHECKING:
-    from tuner.families.rule import RuleSelection
     from tuner.families.target import Target
 
 _BACKENDS = {
@@ -180,7 +180,7 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
     problem = posed.problem
     selection: Selection | RuleSelection | None = None
     if not knows(problem, gpu):
-        return None
+        return _without_portfolio(posed, gpu, device, excluded)
     if rule := rule_of(problem):
         selection = rule.select(problem, gpu)
     elif mine := _portfolio_of(problem, gpu):
@@ -191,6 +191,17 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
         return None
     candidates = _Candidates(posed, gpu, device, excluded, selection)
     return Choice(selection, _timed(candidates) or _expected(candidates))
+
+
+def _without_portfolio(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | None:
+    """The fastest of PyTorch's and the libraries' kernels for a product that no portfolio has; None
+    unless it is timed. Such are products of e4m3 with factors of tensors or of rows.
+    """
+    if not isinstance(posed.problem, GemmProblem):
+        return None
+    selection = RuleSelection((), Regime(), ())
+    plan = _timed(_Candidates(posed, gpu, device, excluded, selection))
+    return None if plan is None else Choice(selection, plan)
 
 
 def choose_invariant(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Plan | Refusal:
@@ -286,12 +297,13 @@ def _timed(candidates: _Candidates) -> Plan | Refusal | None:
     when nothing can be timed. Ranks that agreed would measure different times.
     """
     selection, posed = candidates.selection, candidates.posed
-    if posed.run is None or lists.is_agreed or not isinstance(selection, Selection):
+    if posed.run is None or lists.is_agreed or rule_of(posed.problem):
         return None
     # Only programs that time their calls need these.
     from tuner.runtime.call import benchmark, peer_contenders
 
-    ranked = [config for _, config in selection.ranked()]
+    is_ranked = isinstance(selection, Selection)
+    ranked = [config for _, config in selection.ranked()] if is_ranked else []
 
     def planned(config: Config) -> Plan | None:
         """The plan of a proven candidate; None where it has none."""
