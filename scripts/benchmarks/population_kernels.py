@@ -29,7 +29,7 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.compile.toolchain import find_toolchain
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.families import families, family
 from tuner.families.base import SCRATCH
 from tuner.hardware import DEFAULT_GPU
@@ -50,6 +50,13 @@ FACTOR = 0.5
 LARGEST = 448.0
 MIN_TILE_N = 128
 """Narrowest tiles that ``--compile-only`` adds to those of shipped decisions, keys."""
+LAZY: dict[str, Value] = {"rescale": "lazy"}
+#: Levers of each order of the loop.
+ORDERS: Mapping[str, Mapping[str, Value]] = {
+    "plain": {},
+    "lazy": LAZY,
+    "lazy, turns": LAZY | {"turn_ends": "scores"},
+}
 PEERS = ("flash3", "flash3_splits", "flash3_serving")
 OWN = 2
 """Own kernels that take part under both loads: the fastest of a first pass."""
@@ -264,7 +271,7 @@ def fp8_measured(case: Attention, _: Namespace) -> Row:
         named = dict(zip((o.name for o in problem.inputs), [*tensors, *factors], strict=True))
         every = list(peer_contenders(problem, [*tensors, *factors], scale, failed))
         every += plans_of(problem, tensors, scale, FACTOR, grown, failed)
-        every += own_contenders(problem, named, scale)
+        every += own_contenders(problem, named, scale, fp8_configs(problem))
 
         def error(out: Any) -> float:
             factor = grown if out.dtype == torch.float8_e4m3fn else 1.0
@@ -285,12 +292,23 @@ def _missing(us: Mapping[str, float]) -> dict[str, str]:
 
 
 def compile_fp8(cases: Sequence[Attention]) -> int:
-    """Compile own kernels: of each decision in e4m3 that ships, every one that is legal here, and
-    `by_tile`.
+    """Compile own kernels, `fp8_configs`.
 
     Returns:
         1 when one failed.
     """
+    specs = [
+        spec
+        for problem in (case.problem for case in cases)
+        for config in fp8_configs(problem)
+        for spec in FAMILY.kernels(problem, config).values()
+    ]
+    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
+        return compile_aot(list(dict.fromkeys(specs)), compiler, None)
+
+
+def fp8_configs(problem: AttentionProblem) -> list[Config]:
+    """Every legal config of the decisions in e4m3 that ship, and `by_tile`."""
     decided = [
         m.config
         for entry in shipped()
@@ -298,30 +316,27 @@ def compile_fp8(cases: Sequence[Attention]) -> int:
         for m in entry.ranked
         if m.config.family == FAMILY.name
     ]
-    specs = [
-        spec
-        for problem in (case.problem for case in cases)
-        for config in dict.fromkeys([*decided, *by_tile(problem)])
-        if FAMILY.accepts(problem, config, DEFAULT_GPU)
-        for spec in FAMILY.kernels(problem, config).values()
-    ]
-    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
-        return compile_aot(list(dict.fromkeys(specs)), compiler, None)
+    every = dict.fromkeys([*decided, *by_tile(problem)])
+    return [config for config in every if FAMILY.accepts(problem, config, DEFAULT_GPU)]
 
 
 def by_tile(problem: AttentionProblem) -> list[Config]:
-    """The config of two groups of warps with the least estimate, for each width of tiles from
-    `MIN_TILE_N` on, with and without `ping_pong` and `skips_masked`.
+    """Configs of two groups that take turns: for each width of tiles from `MIN_TILE_N` on that of
+    the least estimate, in each of `ORDERS`. Those with `skips_masked` are widths of their own.
     """
     least: dict[Hashable, tuple[float, Config]] = {}
     for config in FAMILY.space(problem, DEFAULT_GPU):
         is_wide = config["warp_groups"] == 2 and config["tile_n"] >= MIN_TILE_N
-        if is_wide and config.get("ping_pong") is not None:
-            kind = config["tile_n"], config["ping_pong"], config.get("skips_masked")
+        if is_wide and config.get("ping_pong"):
+            kind = config["tile_n"], config.get("skips_masked")
             us = FAMILY.predict_us(problem, config, DEFAULT_GPU)
             if kind not in least or us < least[kind][0]:
                 least[kind] = us, config
-    return [config for _, config in least.values()]
+    return [
+        Config(config.family, {**config.params, **levers})
+        for _, config in least.values()
+        for levers in ORDERS.values()
+    ]
 
 
 def sustained_measured(case: Attention, _: Namespace) -> Row:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
 from benchmarks import harness, population_kernels, rows
 from benchmarks.harness import Contender, Row
 from benchmarks.own_plans import compile_specs
-from benchmarks.population_kernels import FAMILY, MAX_ERROR, Attention
+from benchmarks.population_kernels import FAMILY, MAX_ERROR, ORDERS, Attention
 from benchmarks.rows import PYTORCH
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.selection.portfolio import serving, shipped
@@ -42,16 +42,7 @@ LONG = tuple(
 )
 SMOKE = Attention(AttentionProblem.parse("H=2,S=256,D=64,dtype=bf16,layout=bshd"))
 #: Warp groups and keys of a tile that are tried beside the selection's, by head dimension.
-SHAPES = {128: ((2, 128), (2, 176))}
-PLAIN = "plain"
-"""The order without a lever."""
-LAZY: dict[str, Value] = {"rescale": "lazy"}
-ORDERS: Mapping[str, Mapping[str, Value]] = {
-    PLAIN: {},
-    "lazy": LAZY,
-    "lazy, turns": LAZY | {"turn_ends": "scores"},
-}
-"""Levers of each order."""
+SHAPES = {128: ((2, 128), (2, 176)), 256: ((2, 80),)}
 LEVERS = frozenset(name for levers in ORDERS.values() for name in levers)
 
 
@@ -59,14 +50,13 @@ def candidates(problem: AttentionProblem) -> Iterator[tuple[str, Config]]:
     """Orders and configs of a problem: the selection's first, varied.
 
     Raises:
-        ConfigError: when no own kernel is selected for the problem.
+        ConfigError: when no own kernel takes the problem.
     """
     (portfolio,) = (one for one in serving(shipped(), DEFAULT_GPU) if one.op == problem.op)
     selection = portfolio.select(problem)
-    own = () if selection is None else selection.own()
-    first = next((config for _, config in own), None)
-    if first is None:
+    if selection is None:
         return
+    _, first = next(selection.ranked())
     mine = int(first["warp_groups"]), int(first["tile_n"])
     shapes = dict.fromkeys((mine, *SHAPES.get(problem.head_dim, ())))
     others = {name: value for name, value in first.params.items() if name not in LEVERS}
@@ -156,7 +146,7 @@ def long_table(measured: Sequence[Row]) -> list[str]:
     lines = [("order", "over plain", "worst", "over the fastest peer", "worst")]
     for order in ORDERS:
         mine = [row for row in measured if order in row.get("orders", {})]
-        plain = [one[PLAIN] / one[order] for row in mine if PLAIN in (one := row["orders"])]
+        plain = [one["plain"] / one[order] for row in mine if "plain" in (one := row["orders"])]
         peers = [row["us"]["tuner"] / row["orders"][order] * (rows.over_fastest(row) or math.nan)
                  for row in mine]  # fmt: skip
         lines.append((order, *rows.figures(plain), *rows.figures(peers)))

@@ -37,6 +37,7 @@ KERNELS: dict[str, tuple[str, Config]] = {
     "wide": WIDE,
     "grouped": ("H=4,HKV=2,D=128", make(2, 224, persistent=True, packed_heads=1)),
     "causal": CAUSAL,
+    "lazy": ("H=2,D=128", make(2, 224, persistent=True, rescale="lazy", turn_ends="scores")),
     "two score buffers": ("H=2,D=128", make(2, 128, score_buffers=2)),
     "causal, two score buffers": ("H=2,D=128,causal=1", make(2, 128, score_buffers=2)),
     "three groups": ("H=3,D=64", make(3, 160, early_exp=0)),

@@ -66,8 +66,8 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
             "buffer: blocks where warp groups end at different blocks of keys, halves with a "
             f"tile_n of {', '.join(map(str, HALVED))}"
         )
-    if "rescale" in config.params and (buffers != 1 or problem.dtype == E4M3):
-        reasons.append("rescale is for one score buffer of fp16 or bf16, only")
+    if "rescale" in config.params and buffers != 1:
+        reasons.append("rescale is for one score buffer, only")
     if "turn_ends" in config.params and not config.get("ping_pong"):
         reasons.append("turn_ends is for ping_pong, only")
     reasons += _packing(problem, config)
