@@ -136,6 +136,11 @@ def stand_ins() -> dict[str, ModuleType]:
         f"{SRT}.mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
         f"{SRT}.layers.quantization": {"QUANTIZATION_METHODS": {"fp8": object}},
         f"{SRT}.layers.quantization.base_config": {"QuantizationConfig": object},
+        f"{SRT}.plugins.hook_registry": {
+            "HookRegistry": SimpleNamespace(register=lambda *hook: None),
+            "HookType": SimpleNamespace(AFTER="after"),
+        },
+        f"{SRT}.arg_groups.overrides": {"use_mla_backend": lambda view: view.has_latents},
     }
     modules: dict[str, ModuleType] = {}
     for name, values in names.items():

@@ -44,10 +44,15 @@ def choices() -> dict[str, Any]:
     server_args.ServerArgs.add_cli_args(parser)
     line = ["--model-path", "m", "--attention-backend", "tuner", "--quantization", "tuner"]
     given = parser.parse_args(line)
+    pipeline = importlib.import_module(f"{SRT}.arg_groups.pipeline")
+    vars(importlib.import_module(f"{SRT}.arg_groups.overrides"))["use_mla_backend"] = lambda _: (
+        False
+    )
     registry = importlib.import_module(f"{SRT}.layers.attention.attention_registry")
     quantization = importlib.import_module(f"{SRT}.layers.quantization")
     return {
         "attention_backend": given.attention_backend,
+        "page_size": pipeline._page_size_default(server_args.ServerArgs.from_cli_args(given)),
         "quantization": given.quantization,
         "created_by": registry.ATTENTION_BACKENDS["tuner"].__module__,
         "config": quantization.get_quantization_config("tuner").__module__,

@@ -454,3 +454,30 @@ def test_the_entry_point_stops_no_engine(
     line = record.getMessage()
     assert "\n" not in line and "ModuleNotFoundError" in line
     assert line.endswith("(served: 0.5.23)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "resolved", "size"),
+    [
+        ({}, 1, 64),
+        ({"attention_backend": "fa3", "decode_attention_backend": "tuner"}, 1, 64),
+        ({"attention_backend": "fa3"}, 1, None),
+        ({}, 64, None),
+        ({"speculative_eagle_topk": 4}, 1, None),
+        ({"uses_mamba_radix_cache": True}, 1, None),
+        ({"has_latents": True}, 1, None),
+    ],
+)
+def test_pages_without_an_option_have_slots_that_kernels_read(
+    sglang: SimpleNamespace, changes: dict[str, Any], resolved: int, size: int | None
+) -> None:
+    from tuner.runtime.engines.sglang import default_page_size
+
+    plain = {
+        **{"attention_backend": "tuner", "speculative_eagle_topk": None, "has_latents": False},
+        **{"prefill_attention_backend": None, "decode_attention_backend": None},
+        "uses_mamba_radix_cache": False,
+    }
+    view = SimpleNamespace(**{**plain, **changes})
+    answer = default_page_size({"page_size": resolved}, view)
+    assert answer == (size and {"page_size": size})

@@ -49,9 +49,11 @@ def test_its_classes_load_the_plug_in_and_serve_its_own_cases(folder: Path) -> N
         assert found == {"lines": [f"SGLang keeps its own kernels: {reason}"]}
         return
     package = "tuner.runtime.engines.sglang"
-    assert found["lines"] == []
+    (line,) = found["lines"]
+    assert line.startswith("pages have 64 slots")
     assert found["choices"] == {
         "attention_backend": "tuner",
+        "page_size": {"page_size": 64},
         "quantization": "tuner",
         "created_by": package,
         "config": f"{package}.quantization",

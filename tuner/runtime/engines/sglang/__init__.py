@@ -2,7 +2,8 @@
 
 The entry point of ``sglang.srt.plugins``. SGLang calls `register` in each of its processes, whether
 or not it uses the tuner. ``--attention-backend tuner`` then selects the module `backend`, and
-``--quantization tuner`` the module `quantization`.
+``--quantization tuner`` the module `quantization`. Without ``--page-size`` pages have `PAGE_SIZE`
+slots then, in place of one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ OWN = "fa3"
 REGISTRY = "sglang.srt.layers.attention.attention_registry"
 CHOICES = "sglang.srt.arg_groups.choices"
 QUANTIZATION = "sglang.srt.layers.quantization"
+OVERRIDES = "sglang.srt.arg_groups.overrides"
+HOOKS = "sglang.srt.plugins.hook_registry"
+PAGE_SIZE = 64
 
 _log = logging.getLogger("tuner.runtime")
 
@@ -40,6 +44,9 @@ def register() -> None:
         importlib.import_module(REGISTRY).register_attention_backend(NAME)(create)
         if not reason:
             _register_quantization(choices)
+            hooks = importlib.import_module(HOOKS)
+            target = f"{OVERRIDES}._page_size_default"
+            hooks.HookRegistry.register(target, default_page_size, hooks.HookType.AFTER)
     except Exception as exc:  # another SGLang's modules may raise anything
         reason = f"SGLang {version} raised {type(exc).__name__}: {exc} (served: {SGLANG})"
     _keep(reason)
@@ -63,6 +70,27 @@ def create(runner: Any) -> Any:
         _keep(reason)
     importlib.import_module("tuner.runtime.call.invariance").forbid(reason)
     return importlib.import_module(REGISTRY).ATTENTION_BACKENDS[OWN](runner)
+
+
+def default_page_size(resolved: dict[str, Any], view: Any) -> dict[str, Any] | None:
+    """SGLang's answer where no option names the page size; None: as SGLang has it.
+
+    Args:
+        resolved: SGLang's own answer.
+        view: options of the server.
+    """
+    backends = view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend
+    if NAME not in backends or resolved != {"page_size": 1}:
+        return None
+    is_tree = (view.speculative_eagle_topk or 1) > 1
+    if is_tree or view.uses_mamba_radix_cache or _has_latents(view):
+        return None  # SGLang needs pages of one slot, or its own backend answers
+    _log.warning("pages have %d slots, for --attention-backend %s (--page-size)", PAGE_SIZE, NAME)
+    return {"page_size": PAGE_SIZE}
+
+
+def _has_latents(view: Any) -> bool:
+    return bool(importlib.import_module(OVERRIDES).use_mla_backend(view))
 
 
 def _register_quantization(choices: Any) -> None:
