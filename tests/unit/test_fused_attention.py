@@ -223,9 +223,11 @@ def test_stream_k_is_of_two_groups_at_most_over_pages() -> None:
     more = {"persistent": False, "splits": 2, "combine": "kernel"}
     assert reasons("SQ=1,D=128,page_size=16", **more) == [only]
     assert reasons("SQ=1,D=128") == ["stream_k is for paged caches, only"]
-    straight = "goes_straight is for stream_k without persistent blocks, only"
-    assert reasons("SQ=1,D=128,page_size=16", goes_straight=True) == [straight]
-    assert reasons("SQ=1,D=128,page_size=16", goes_straight=True, persistent=False) == []
+    assert reasons("SQ=1,D=128,page_size=16", goes_straight=True) == []
+    straight = make(1, 64, goes_straight=True)
+    problem = AttentionProblem.parse("SKV=999,SQ=1,D=128,page_size=16")
+    only = "goes_straight is for stream_k, only"
+    assert FAMILY.violations(problem, straight, DEFAULT_GPU) == [only]
 
 
 def test_e4m3_is_launched_with_its_factors_last() -> None:

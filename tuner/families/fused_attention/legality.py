@@ -179,10 +179,8 @@ def _paging(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append("key_groups is not for paged caches")
     if "stream_k" in config.params and (config["splits"] > 1 or config["warp_groups"] > 2):
         reasons.append("stream_k is for splits=1 and one or two warp groups, only")
-    if "goes_straight" in config.params and (
-        config["persistent"] or "stream_k" not in config.params
-    ):
-        reasons.append("goes_straight is for stream_k without persistent blocks, only")
+    if "goes_straight" in config.params and "stream_k" not in config.params:
+        reasons.append("goes_straight is for stream_k, only")
     if "longest_first" in config.params and not (
         config["persistent"] and problem.is_causal and "stream_k" not in config.params
     ):

@@ -87,7 +87,7 @@ def kernels(
     fours, chunks = tuple(_fours(head_dim)), tuple(_chunks(head_dim))
     counted = tuple(_counted(head_dim, fours, padded))
     if phase == "one":
-        streaming = (_streaming(head_dim),) if head_dim in _STREAMED else ()
+        streaming = _streaming(head_dim) if head_dim in _STREAMED else ()
         return _short(head_dim, 4, _WIDE), *fours, *padded, any_heads, *streaming, *counted
     if phase == "few":
         return *fours, *padded, *chunks, any_heads, *counted
@@ -161,11 +161,12 @@ def _padded(head_dim: int, heads: int, **more: Value) -> Config:
     return _with(_short(head_dim, heads, _ANY_PAGE), pads_heads=True, **more)
 
 
-def _streaming(head_dim: int) -> Config:
+def _streaming(head_dim: int) -> tuple[Config, ...]:
     """As the padded kernel of one query, by blocks that take equal parts of all keys: for lengths
     that only the device knows.
     """
-    return _padded(head_dim, MAX_PACKED, persistent=True, stream_k=True)
+    one = _padded(head_dim, MAX_PACKED, persistent=True, stream_k=True)
+    return one, _with(one, goes_straight=True)
 
 
 def _counted(head_dim: int, fours: Sequence[Config], padded: Sequence[Config]) -> Iterator[Config]:
@@ -180,8 +181,10 @@ def _counted(head_dim: int, fours: Sequence[Config], padded: Sequence[Config]) -
         return
     of_heads = fours[:1] if len(padded) == 1 and head_dim in _STREAMED else ()
     for one in (*of_heads, *padded):
-        if len(padded) == 1 or one["packed_heads"] == MAX_PACKED // 2:
+        is_few = len(padded) > 1
+        if not is_few or one["packed_heads"] == 16:
             yield _with(one, stream_k=True)
+        if not is_few or one["packed_heads"] <= 16:
             yield _with(one, stream_k=True, goes_straight=True)
 
 
