@@ -147,6 +147,7 @@ def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config
         return
     yield from (_padded(head_dim, heads, **copies) for heads in (8, 16))
     if is_e4m3 and head_dim not in QUANTISED:
+        yield _padded(head_dim, MAX_PACKED)
         return
     tile_n, stages = _TALL_TILES[head_dim]
     copies |= {"warp_groups": 2, "tile_n": tile_n, "kv_stages": stages, "blocks_per_sm": 1}
