@@ -65,7 +65,7 @@ def latent_layer(registry: Any) -> list[Any]:
     layer = own.get_impl_cls()(kv_cache_dtype="auto", **facts)
     common = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
     fields = {f.name for f in dataclasses.fields(common.MLACommonMetadata)}
-    assert {"decode", "num_decode_tokens"} <= fields
+    assert {"decode", "num_decode_tokens", "num_prefills", "max_query_len"} <= fields
     calls: list[Any] = []
 
     def answered(call: Any) -> Any:
@@ -76,7 +76,8 @@ def latent_layer(registry: Any) -> list[Any]:
     decode = SimpleNamespace(
         block_table=torch.zeros(3, 4).int(), seq_lens=torch.tensor([5, 2, 0]).int()
     )
-    step = SimpleNamespace(decode=decode, num_decode_tokens=6, causal=True)
+    facts = {"num_prefills": 0, "max_query_len": 2, "causal": True}
+    step = SimpleNamespace(decode=decode, num_decode_tokens=6, **facts)
     query = torch.zeros(6, 16, 512).bfloat16(), torch.zeros(6, 16, 64).bfloat16()
     out, lse = layer.forward_mqa(query, torch.zeros(9, 64, 576).bfloat16(), step, None)
     return [backend.get_path(), list(calls[0].query.shape), list(out.shape), list(lse.shape)]

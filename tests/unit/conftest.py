@@ -116,6 +116,19 @@ def runtime() -> Iterator[SimpleNamespace]:
     forget()
 
 
+def _scaled_mm(torch: Any) -> Any:
+    """PyTorch's product of e4m3; 2.11 takes factors of rows on GPUs only."""
+    product = torch._scaled_mm
+
+    def scaled(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, *others: Any) -> Any:
+        if scale_a.numel() == scale_b.numel() == 1:
+            return product(a, b, scale_a, scale_b, bias, *others)
+        out = (a.float() * scale_a) @ (b.float() * scale_b)
+        return (out if bias is None else out + bias).to(others[1])
+
+    return scaled if torch.__version__ < "2.12" else product
+
+
 @pytest.fixture
 def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The runtime, with CPU tensors served as an H200's and no portfolio; every call goes through
@@ -124,6 +137,7 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     import torch
 
     devices = runtime.devices
+    monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm(torch))
     monkeypatch.setattr(devices, "TYPE", "cpu")
     monkeypatch.setattr(devices, "is_autocast", lambda: torch.is_autocast_enabled("cpu"))
     monkeypatch.setattr(devices, "gpu_of", lambda index: DEFAULT_GPU)

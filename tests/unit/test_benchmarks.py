@@ -51,6 +51,7 @@ PRESETS = [(name, preset) for name, bench in BENCHES.items() for preset in bench
 PREPARED: dict[tuple[str, str], str] = {
     ("backward", "acceptance"): "gradients",
     ("block", "llama"): "profiler",
+    ("cliffs", "compiled"): "uncompiled",
     ("dispatch", "first-call"): "first_calls",
     ("engines", "attention"): "attention",
     ("engines", "batching"): "batching",

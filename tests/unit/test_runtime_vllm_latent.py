@@ -62,7 +62,8 @@ def metadata(lengths: tuple[int, ...], queries: int = 1, causal: bool = True) ->
         block_table=torch.zeros(len(lengths), 8).int(), seq_lens=torch.tensor(lengths).int()
     )
     tokens = queries * len(lengths)
-    return SimpleNamespace(decode=decode, num_decode_tokens=tokens, causal=causal)
+    facts = {"num_prefills": 0, "max_query_len": queries, "causal": causal}
+    return SimpleNamespace(decode=decode, num_decode_tokens=tokens, **facts)
 
 
 def tensors(tokens: int) -> tuple[Any, Any]:
@@ -134,7 +135,8 @@ def test_drafts_are_queries_of_their_sequences(
     n = dict(zip(ARGUMENTS.integers, integers, strict=True))
     assert (n["batch"], n["queries"], n["query_row"]) == (2, 3, HEADS * 576)
     assert {problem.is_causal for _, problem in served.posed} == {True}
-    for others in (metadata((50, 9), 3, causal=False), metadata((1, 2, 3, 4))):
+    uneven = metadata((50, 9), queries=5)  # five queries and one
+    for others in (metadata((50, 9), 3, causal=False), metadata((1, 2, 3, 4)), uneven):
         assert own.forward_mqa(query, cache, others, None)[0] == "vLLM's own"
     assert len(served.launched) == 1
 

@@ -235,6 +235,9 @@ class TestWriting:
         assert specs == kernels.kernels.keys()
         assert all(ArtifactCache().find(f"prebuilt{tile}") for tile in (32, 64, 128))
         prebuilt.folder.cache_clear()
+        monkeypatch.setattr("tuner.bundle.wheel.MAX_BYTES", 800_000)
+        (whole,) = write_wheels(kernels, cache, tmp_path / "out")
+        assert list((tmp_path / "out").iterdir()) == [whole.path], "the second one is stale"
 
     def test_the_command_says_it(
         self,

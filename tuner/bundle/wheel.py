@@ -76,7 +76,7 @@ class Wheel:
 def write_wheels(
     kernels: KernelList, artifacts: ArtifactCache, folder: Path, *, with_unproven: bool = False
 ) -> list[Wheel]:
-    """Write the wheels of a kernel list.
+    """Write the wheels of a kernel list, and remove further ones that an earlier call left there.
 
     Args:
         kernels: kernels to pack. Those without a proof are left out.
@@ -108,6 +108,10 @@ def write_wheels(
         wheels[wheel] = data
     for wheel, data in wheels.items():
         output.write(wheel.path, data, make_folder=True)
+    written = {wheel.path for wheel in wheels}
+    for path in folder.glob(f"{PACKAGE}*-{tuner.__version__}-py3-none-{PLATFORM}.whl"):
+        if path not in written:
+            path.unlink()
     return list(wheels)
 
 

@@ -73,13 +73,18 @@ class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
         return output
 
     def _refused(self, query: torch.Tensor, metadata: Any) -> Refusal | None:
-        """Why these tokens are vLLM's own; drafts without a causal mask see all of each other."""
+        """Why these tokens are vLLM's own; drafts without a causal mask see all of each other.
+
+        vLLM's builder divides a batch so that its sequences have as many decoded tokens each.
+        """
         sequences, tokens = len(metadata.decode.seq_lens), len(query)
         if self._is_e4m3 and query.dtype != torch.bfloat16:
             return Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
         if not tokens:
             return Refusal(Kind.EMPTY)
-        if tokens != sequences and (tokens % sequences or not getattr(metadata, "causal", True)):
+        is_alike = metadata.num_prefills or metadata.max_query_len * sequences == tokens
+        is_causal = tokens == sequences or getattr(metadata, "causal", True)
+        if tokens % sequences or not (is_alike and is_causal):
             return Refusal(Kind.TENSORS, f"{tokens} queries of {sequences} sequences")
         return self._refusal
 
