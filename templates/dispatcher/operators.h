@@ -270,6 +270,12 @@ inline Nine cudnn(DispatchKeySet keys, at::Tensor const& query, at::Tensor const
           unused(query, {}, at::kLong), {}};
 }
 
+// `out` as tracing is told of it: rows of all heads lie together, whatever the query has.
+inline at::Tensor rows_together(at::Tensor const& out) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return out.transpose(1, 2).contiguous().transpose(1, 2);
+}
+
 inline Four efficient(DispatchKeySet keys, at::Tensor const& query, at::Tensor const& key,
                       at::Tensor const& value, Optional const& mask, bool compute_lse,
                       double dropout_p, bool is_causal, std::optional<double> scale) {
@@ -283,7 +289,7 @@ inline Four efficient(DispatchKeySet keys, at::Tensor const& query, at::Tensor c
   if (!made.out.defined())
     return efficient_backend.call(keys, query, key, value, mask, compute_lse, dropout_p, is_causal,
                                   scale);
-  return {made.out, unused(query, {query.size(0), query.size(1), 0}, at::kFloat),
+  return {rows_together(made.out), unused(query, {query.size(0), query.size(1), 0}, at::kFloat),
           unused(query, {}, at::kLong), unused(query, {}, at::kLong)};
 }
 
