@@ -182,10 +182,9 @@ def _counted(head_dim: int, fours: Sequence[Config], padded: Sequence[Config]) -
         return
     of_heads = fours[:1] if len(padded) == 1 and head_dim in _STREAMED else ()
     for one in (*of_heads, *padded):
-        is_few = len(padded) > 1
-        if not is_few or one["packed_heads"] == 16:
+        if len(padded) == 1 or one["packed_heads"] == 16:
             yield _with(one, stream_k=True)
-        if not is_few or one["packed_heads"] <= 16:
+        if len(padded) == 1:
             yield _with(one, stream_k=True, goes_straight=True)
 
 
