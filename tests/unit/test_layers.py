@@ -96,7 +96,7 @@ ALLOWED_IN: dict[str, set[str]] = {
         "runtime",
     },
     "transformers": {"problem.traced", "runtime"},
-    "triton": {"compile.triton_compiler"},
+    "triton": {"compile.triton_compiler", "runtime.engines.norms"},
     "uvicorn": {"cli", "service"},
     "vl_convert": {"report"},
     "vllm": {"runtime"},
@@ -114,6 +114,7 @@ AT_ONCE: dict[str, set[str]] = {
     "starlette": {"service"},
     "torch": {"problem.traced", "runtime"},
     "transformers": {"problem.traced", "runtime"},
+    "triton": {"runtime.engines.norms"},
     "uvicorn": {"service"},
     "vllm": {"runtime"},
 }

@@ -27,6 +27,15 @@ class Experts(torch.nn.Module):
     pass
 
 
+class Head(torch.nn.Module):
+    pass
+
+
+class EmbeddingMethod:
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> str:
+        return "vLLM's logits"
+
+
 class LinearMethod:
     def apply(self, layer: Any, x: Any, bias: Any = None) -> str:
         return "vLLM's product"
@@ -68,6 +77,8 @@ class Fp8Config:
         return cls(config.get("weight_block_size"))
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if isinstance(layer, Head):
+            return None
         if prefix == "ignored":
             return LinearMethod() if isinstance(layer, Linear) else ExpertsMethod(layer.moe_config)
         return Fp8LinearMethod(self) if isinstance(layer, Linear) else Fp8MoEMethod(self, layer)
@@ -95,6 +106,10 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "UnquantizedFusedMoEMethod": ExpertsMethod
         },
         f"{LAYERS}.linear": {"LinearBase": Linear, "UnquantizedLinearMethod": LinearMethod},
+        f"{LAYERS}.vocab_parallel_embedding": {
+            "ParallelLMHead": Head,
+            "UnquantizedEmbeddingMethod": EmbeddingMethod,
+        },
         f"{LAYERS}.quantization": {"register_quantization_config": register},
         f"{LAYERS}.quantization.base_config": {"QuantizationConfig": object},
         f"{LAYERS}.quantization.fp8": {
@@ -181,6 +196,26 @@ def test_methods_by_layer(products: Any) -> None:
         layer = experts() if kind is Experts else kind(1, 1) if kind is torch.nn.Linear else kind()
         assert type(chosen.get_quant_method(layer, prefix)) is method
     assert blocks.get_name() == "tuner"
+
+
+def test_logits_in_the_batch_invariant_mode(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tuner
+
+    config = importlib.import_module("tuner.runtime.engines.vllm.quantization").TunerConfig
+    every = config(), config.from_config({"weight_block_size": [128, 128]})
+    assert [one.get_quant_method(Head(), "") for one in every] == [None, None]
+    with tuner.deterministic("batch"):
+        methods = [one.get_quant_method(Head(), "") for one in every]
+    monkeypatch.setattr(products, "linear", lambda *tensors: tensors)
+    layer, x = Linear(), torch.ones(1, H)
+    layer.weight = torch.nn.Parameter(torch.ones(2, H))
+    for method in methods:
+        assert isinstance(method, EmbeddingMethod)
+        ours, weight, bias = method.apply(layer, x)
+        assert ours is x and type(weight) is torch.Tensor and bias is None
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert method.apply(layer, x) == "vLLM's logits"
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
 
 
 @pytest.mark.parametrize(

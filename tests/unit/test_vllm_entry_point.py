@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm_fakes import REGISTRY, overrides, stand_ins
@@ -68,8 +69,12 @@ def test_vllm_s_variable_of_the_batch_is_the_tuner_s_also(
     monkeypatch.setenv("TUNER_BATCH_INVARIANT", "")
     monkeypatch.delenv("TUNER_BATCH_INVARIANT")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    norms = SimpleNamespace(register=lambda: registered.append("norms"))
+    registered: list[str] = []
+    monkeypatch.setitem(sys.modules, "tuner.runtime.engines.vllm.norms", norms)  # type: ignore[arg-type]
     register()
     assert invariance.is_on() == is_on and len(overrides) == 1
+    assert registered == ["norms"] * is_on
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1+cu130", "0.33.4rc1"])

@@ -22,6 +22,8 @@ LATENT_BACKEND = "tuner.runtime.engines.vllm.latent.TunerLatentBackend"
 """Import path of the class in the place of vLLM's ``TRITON_MLA``, where that is asked for."""
 LINEAR_KERNEL = "tuner.runtime.engines.vllm.linear_kernel"
 """Module of the kernel of linear layers, which imports all of vLLM's."""
+NORMS = "tuner.runtime.engines.vllm.norms"
+"""Module of the norm in vLLM's batch-invariant mode, which imports Triton."""
 
 _INVARIANT = "VLLM_BATCH_INVARIANT"
 """vLLM's variable of results that do not depend on the batch, which is the tuner's also."""
@@ -31,8 +33,8 @@ _log = logging.getLogger("tuner.runtime")
 
 def register() -> None:
     """Register the quantisation, and `BACKEND` as vLLM's ``CUSTOM`` attention backend, unless
-    another package has registered one. A kernel of linear layers follows where it is asked for.
-    Repeated calls are harmless.
+    another package has registered one. In vLLM's batch-invariant mode a norm follows, and a kernel
+    of linear layers where it is asked for. Repeated calls are harmless.
 
     Whatever fails is logged in one line, and vLLM keeps its own kernels. An exception would stop
     each process of vLLM, also those that use nothing of the tuner.
@@ -42,10 +44,13 @@ def register() -> None:
         version = str(importlib.import_module("vllm").__version__)
         reason = VLLM.refusal(version)
         if not reason:
-            if os.environ.get(_INVARIANT, "") not in ("", "0"):
+            is_invariant = os.environ.get(_INVARIANT, "") not in ("", "0")
+            if is_invariant:
                 os.environ.setdefault("TUNER_BATCH_INVARIANT", "1")
             _register_quantization()
             _register_backend()
+            if is_invariant:
+                importlib.import_module(NORMS).register()
             if settings.vllm_mla():
                 _register_latent()
             if settings.vllm_linear():

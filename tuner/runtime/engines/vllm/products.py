@@ -16,8 +16,13 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from tuner import settings
+from tuner.runtime.call import invariance
 from tuner.runtime.call.refusal import Refusal
 from tuner.runtime.engines.products import BLOCK, count, experts, plain, refused, unscaled
 from tuner.runtime.engines.vllm.operator import scaled_linear
@@ -37,6 +42,8 @@ def method_of(layer: torch.nn.Module) -> Any:
         return TunerLinearMethod()
     if isinstance(layer, RoutedExperts):
         return TunerExpertsMethod(layer.moe_config)
+    if isinstance(layer, ParallelLMHead) and invariance.is_on():
+        return TunerHeadMethod()
     return None
 
 
@@ -51,7 +58,7 @@ class TunerFp8Config(Fp8Config):  # type: ignore[misc]  # vLLM is skipped
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         distributed.agree_in_engine()
         found = super().get_quant_method(layer, prefix)
-        if type(found) is UnquantizedLinearMethod or type(found) is UnquantizedFusedMoEMethod:
+        if type(found) in (type(None), UnquantizedLinearMethod, UnquantizedFusedMoEMethod):
             return method_of(layer)
         if self.weight_block_size != BLOCK:
             return found
@@ -62,17 +69,25 @@ class TunerFp8Config(Fp8Config):  # type: ignore[misc]  # vLLM is skipped
         return TunerFp8ExpertsMethod(self, layer) if type(found) is Fp8MoEMethod else found
 
 
-class TunerLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """`tuner.linear` over weights of bf16; in a compiled graph vLLM's own."""
+class _ByLinear:
+    """`tuner.linear` over a layer's weights; in a compiled graph the method of the next base."""
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """(..., K) to (..., N)."""
         if torch.compiler.is_compiling():
-            out: torch.Tensor = super().apply(layer, x, bias)
+            out: torch.Tensor = super().apply(layer, x, bias)  # type: ignore[misc]
             return out
         return linear(x, plain(layer.weight), bias)
+
+
+class TunerLinearMethod(_ByLinear, UnquantizedLinearMethod):  # type: ignore[misc]
+    """Linear layers in bf16."""
+
+
+class TunerHeadMethod(_ByLinear, UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """Logits in the batch-invariant mode, where vLLM's own kernel is one of Triton."""
 
 
 class TunerFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
