@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ran
+
+from tuner.base.processes import python_command, python_environment
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -61,3 +66,23 @@ def test_a_batch_has_the_tokens_of_single_prompts() -> None:
     assert sum(one == other for one, other in pairs) >= 0.6 * len(pairs)
     assert [row[0] for row in tokens] == [row[0] for row in wanted]
     assert tuner.stats(reset=True).calls >= LAYERS
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(600)
+def test_a_request_has_the_same_bits_alone_and_among_127_others(tmp_path: Path) -> None:
+    config = {
+        **CONFIG,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"},
+        **{"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128},
+        **{"num_attention_heads": 8, "max_position_embeddings": 1024, "initializer_range": 0.02},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = "--model", str(tmp_path / "config.json"), "--engine", "transformers"
+    environment = {**python_environment(), "TUNER_BATCH_INVARIANT": "1"}
+    ran(*python_command("-m", "tuner", "build", *model), env=environment, timeout=280)
+    program = str(Path(__file__).with_name("batching_in_the_mode.py"))
+    done = ran(*python_command(program, str(tmp_path)), env=python_environment(), timeout=280)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found["same"].values()) and found["fallbacks"] == {}, found
+    assert found["hits"] > 0 and found["tokens"] > 1 and found["logprobs"] == 16
