@@ -18,7 +18,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tuner
-import tuner.runtime.engines.transformers  # noqa: F401  # registers the attention
+import tuner.runtime.engines.transformers  # registers the attention
 
 LENGTH, NEW, OTHERS, STEP, PAGES = 300, 16, 127, 512, 700
 """Tokens of the request's prompt and answer; other requests; new tokens of a step at most; pages of
