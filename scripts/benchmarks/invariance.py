@@ -1,7 +1,10 @@
 """``scripts/bench invariance``: cost of `tuner.deterministic`.
 
-The kernel of the layer's class (``tuner``) is timed beside the own kernel that answers without the
-mode (``own``). PyTorch's is beside them. `tuner prove --invariance` compares bits.
+``speed`` times the kernel of the layer's class (``tuner``) beside the own kernel that answers
+without the mode (``own``). PyTorch's is beside them, and vLLM's batch-invariant kernels in Triton
+where vLLM is installed. `tuner prove --invariance` compares bits.
+
+``operations`` compares the bits of PyTorch's operations that a model has beside its products.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, invariance_operations
 from benchmarks.harness import FAILURES, Bench, Contender, Preset, Row, first_line
+from benchmarks.invariance_calls import VLLM
 from benchmarks.own_plans import compile_specs
 from benchmarks.rows import control, figures, markdown, over, values
 from tuner.config import Config
@@ -163,16 +167,26 @@ def line(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The mode's speed over own kernels' without it, and over PyTorch's."""
-    heads = ["over own", "worst", "below 0.85", "over PyTorch", "control"]
+    heads = [
+        "over own",
+        "at most 1",
+        "worst",
+        "below 0.85",
+        "over PyTorch",
+        "over vLLM's",
+        "control",
+    ]
     lines = [["group", "calls", *heads]]
     groups = dict.fromkeys(row["group"] for row in rows)
     parts = [(name, [row for row in rows if row["group"] == name]) for name in groups]
     for name, mine in [*parts, ("all", list(rows))]:
         ratios = _over(mine, "own")
-        pytorch = figures(_over(mine, "pytorch"))[0]
+        others = [figures(_over(mine, name))[0] for name in ("pytorch", VLLM)]
         slow = str(sum(ratio < SLOWEST for ratio in ratios))
+        mean, worst = figures(ratios)
+        capped = figures([min(1.0, ratio) for ratio in ratios])[0]
         noise = figures(values(mine, control))[0]
-        lines.append([name, str(len(mine)), *figures(ratios), slow, pytorch, noise])
+        lines.append([name, str(len(mine)), mean, capped, worst, slow, *others, noise])
     return markdown(lines)
 
 
@@ -201,6 +215,14 @@ BENCH = Bench(
             limit_s=60.0,
             smoke=Timed(GemmProblem(4, 64, 128, dtype="bfloat16"), "linear M between"),
             compile=compile_timed,
-        )
+        ),
+        "operations": Preset(
+            "whose rows of PyTorch's operations have the same bits in any batch",
+            *(lambda _: invariance_operations.operations(), invariance_operations.compare),
+            line=invariance_operations.line,
+            table=invariance_operations.table,
+            limit_s=60.0,
+            smoke=invariance_operations.Operation("softmax"),
+        ),
     },
 )

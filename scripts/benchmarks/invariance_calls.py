@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -14,6 +17,8 @@ from tuner.families import families
 from tuner.problem import AttentionProblem, Problem
 
 Way = Callable[[], Callable[[int], Any]]
+VLLM = "vllm"
+"""vLLM's batch-invariant kernel, where vLLM is installed."""
 
 
 class CallTensors:
@@ -41,7 +46,7 @@ class CallTensors:
         return torch.bitwise_or(self.source.view(torch.int16), 0, out=words)
 
     def ways(self, kernels: Mapping[str, Config | None]) -> dict[str, Way]:
-        """Makers of calls: PyTorch's of a plain product, then own kernels'."""
+        """Makers of calls: PyTorch's of a plain product, vLLM's of the mode, then own kernels'."""
         import torch
 
         found: dict[str, Way] = {}
@@ -52,6 +57,8 @@ class CallTensors:
                 return torch.nn.functional.linear(inputs[0][0], inputs[i][1])
 
             found["pytorch"] = lambda: plain
+        if importlib.util.find_spec("vllm") is not None:
+            found |= _vllms(self.problem, self._inputs)
         for name, config in kernels.items():
             if config is not None:
                 found[name] = lambda config=config, name=name: self._own(config, name == "tuner")  # type: ignore[misc]
@@ -103,6 +110,28 @@ class CallTensors:
             sized.append(launched)
         out = torch.empty_like(self._inputs[0][0])
         return lambda i: sized[i].run_into(out, None, *calls[i].inputs)
+
+
+def _vllms(problem: Any, inputs: Sequence[Sequence[Any]]) -> dict[str, Way]:
+    """VLLM's batch-invariant kernels in Triton: of products in bf16, and over pages."""
+    os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+    first = inputs[0][0]
+    if problem.op == "gemm" and not problem.scales:
+        layers = importlib.import_module("vllm.model_executor.layers.batch_invariant")
+        return {VLLM: lambda: lambda i: layers.matmul_persistent(first, inputs[i][1].t())}
+    if not getattr(problem, "page_size", 0):
+        return {}
+    kernels = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention")
+    out = first.new_empty(first.shape)
+    sizes = problem.seqlen_q, problem.seqlen_kv, problem.head_dim**-0.5
+
+    def attend(i: int) -> Any:
+        _, key, value, table, used, starts = inputs[i]
+        tensors = first, key, value, out, starts, sizes[0], used, sizes[1], sizes[2]
+        kernels.unified_attention(*tensors, True, (-1, -1), table, 0, None, None, None)
+        return out
+
+    return {VLLM: lambda: attend}
 
 
 def planned(posed: Any, config: Config) -> Any:

@@ -58,7 +58,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("engines", "ranks"): "ranks",
     ("engines", "sglang"): "runner",
     ("engines", "vllm"): "vllm",
-    ("invariance", "speed"): "row_by_row",
+    **{("invariance", preset): "row_by_row" for preset in ("speed", "operations")},
     ("models", "compiled"): "uncompiled",
     ("models", "static_decoding"): "transformers",
     ("moe", "layers"): "uncompiled",

@@ -1,6 +1,6 @@
 """Kernels of fixed parts: each row's sum is divided at the same keys, whatever the call.
 
-One block adds all parts of a tile, or each part has a block, and their cluster or a second kernel
+One block adds all parts of a tile. Or each part has a block, and their cluster or a second kernel
 adds them in the same order. The bits are equal, so a call takes what is faster. At D = 128 O does
 not fit twice into the registers: the sum so far lies in shared memory, as in prompts at D = 64. The
 kernels serve the batch-invariant mode alone (`tuner.selection.invariant`).
