@@ -132,9 +132,10 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "carries_parts": True,
         "clusters_parts": True,
         "column_groups": 2,
+        "searches": True,
     }
     absent = {"key_groups", "stages_output", "pads_heads", "skips_masked", "rescale", "split_keys"}
-    absent |= {"turn_ends", "carries_parts", "clusters_parts", "column_groups"}
+    absent |= {"turn_ends", "carries_parts", "clusters_parts", "column_groups", "searches"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
@@ -186,6 +187,26 @@ def test_the_longest_tiles_come_first_where_a_counter_hands_them_out(
     problem = AttentionProblem.parse(f"SQ=300,SKV=999,D=128,page_size=16,{text}")
     config = make(2, 128, q_in_registers=False, longest_first=True, **params)
     assert ([] == FAMILY.violations(problem, config, DEFAULT_GPU)) is is_legal
+
+
+@pytest.mark.parametrize(
+    ("text", "persistent", "is_legal"),
+    [
+        ("S=300,varlen=1", True, True),
+        ("S=300,varlen=1,causal=1", True, True),
+        ("S=300,varlen=1", False, False),
+        ("S=300", True, False),
+        ("SQ=300,SKV=999,varlen=1,page_size=16,causal=1", True, False),
+    ],
+)
+def test_persistent_blocks_look_for_tiles_of_packed_sequences(
+    text: str, persistent: bool, is_legal: bool
+) -> None:
+    problem = AttentionProblem.parse(f"B=3,D=128,{text}")
+    config = make(2, 64, q_in_registers=False, persistent=persistent, searches=True)
+    assert ([] == FAMILY.violations(problem, config, DEFAULT_GPU)) is is_legal
+    carried = FAMILY.carried(problem, config).params
+    assert ("searches" in carried) is ("varlen" in text and "page" not in text)
 
 
 def test_whole_rows_are_of_heads_that_tma_does_not_fill_up() -> None:
@@ -450,6 +471,10 @@ RENDERED = {
     "varlen": (
         "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
         make(2, 96, score_buffers=2, packed_heads=4),
+    ),
+    "varlen_searches": (
+        "B=3,H=10,HKV=2,S=1000,D=128,causal=1,varlen=1",
+        make(2, 64, packed_heads=8, pads_heads=True, persistent=True, searches=True),
     ),
     "values": (
         "H=8,S=1000,D=192,DV=128,causal=1,dtype=bf16",

@@ -64,6 +64,7 @@ MEANINGS: Mapping[str, str] = {
     "scores_buffers": "2: the first kernel's next product runs under this one's exponentials.",
     "scores_groups": "Consumer warp groups of the first kernel, 64 rows each.",
     "scores_stages": "Pipeline depth of the first kernel.",
+    "searches": "Blocks look for tiles among the sequences' own, not as many of each sequence.",
     "section_heads": "Heads whose blocks of keys run one after the other, for the L2's sake.",
     "serial_parts": "Parts of K that one block adds, in the order of a cluster's blocks.",
     "skips_masked": "Masked blocks of keys that a warp group leaves out: whole ones, or halves.",

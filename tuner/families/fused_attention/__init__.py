@@ -117,6 +117,7 @@ class FusedAttention(Family):
         "stream_k": (True,),
         "longest_first": (True,),
         "goes_straight": (True,),
+        "searches": (True,),
         "split_keys": (256, 512, 1024, 2048),
         "carries_parts": (True,),
         "clusters_parts": (True,),
@@ -126,7 +127,7 @@ class FusedAttention(Family):
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "goes_straight", "longest_first", "rescale", "turn_ends", "split_keys"),
-            *("carries_parts", "clusters_parts", "column_groups"),
+            *("carries_parts", "clusters_parts", "column_groups", "searches"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -168,7 +169,8 @@ class FusedAttention(Family):
 
     def carried(self, problem: Problem, config: Config) -> Config:
         """Without grouped heads `packed_heads` is absent, which means 1 to kernels. With variable
-        lengths or paged caches `stages_output` is absent, and `skips_masked` where it is not legal.
+        lengths or paged caches `stages_output` is absent, and `skips_masked` and `searches` where
+        they are not legal.
         A mask operand leaves registers for narrower tiles. Nothing is carried to heads whose
         queries fill no tile.
         """
@@ -182,6 +184,8 @@ class FusedAttention(Family):
         if not attention.is_paged:
             for name in PAGED_ONLY:
                 params.pop(name, None)
+        if not attention.is_varlen or attention.is_paged:
+            params.pop("searches", None)
         packed, pads = int(params.pop("packed_heads", 1)), params.pop("pads_heads", False)
         if pads and is_held(group, packed, True) and may_pad(attention):
             params["pads_heads"] = True
@@ -204,7 +208,7 @@ class FusedAttention(Family):
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in PAGED_ONLY:
             params.pop(name, None)
-        for name in ("split_keys", "carries_parts", "clusters_parts"):
+        for name in ("split_keys", "carries_parts", "clusters_parts", "searches"):
             params.pop(name, None)
         for name in _DRAWN_HALF:
             if rng.random() < 0.5:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -323,17 +324,18 @@ class AttentionDomain(_Attention, Domain):
         is_windowed = self.mask == "windowed"
         if self.has_named_kernels or self.operand or (self.has_softcap and is_windowed):
             return
-        is_wide = self.head_dim > 128 and not self.has_softcap
+        is_wide, is_varlen = self.head_dim > 128 and not self.has_softcap, self.is_varlen
+        packing = partial(prompts.packing, self.head_dim, is_varlen=is_varlen)
         if self.phase == "prompt" and (self.is_composed or is_wide):
-            yield from prompts.long(self.head_dim, is_full=self.mask == "full")
+            yield from prompts.long(self.head_dim, is_full=self.mask == "full", is_varlen=is_varlen)
             if is_windowed:
                 yield from prompts.narrow(self.head_dim)
-            if is_windowed or self.is_varlen or (self.has_softcap and self.mask != "full"):
-                yield prompts.packing(self.head_dim, MAX_PACKS)
+            if is_windowed or is_varlen or (self.has_softcap and self.mask != "full"):
+                yield packing(MAX_PACKS)
         elif self.is_short_prompt or (self.phase == "few" and is_wide and self.mask == "full"):
-            yield prompts.packing(self.head_dim, MAX_PACKS)
+            yield packing(MAX_PACKS)
             if self.is_short_prompt:
-                yield prompts.packing(self.head_dim, PADDED)
+                yield packing(PADDED)
 
     def alike_kernels(self, kernel: Config) -> Iterator[Self]:
         """Domains whose kernels' rates hold for one of `further_kernels`, nearest first."""

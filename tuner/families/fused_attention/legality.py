@@ -77,6 +77,10 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     reasons += _packing(problem, config)
     if problem.is_varlen and not problem.is_paged and splits > 1:
         reasons.append(f"splits={splits} is not for variable lengths (allowed: 1)")
+    if "searches" in config.params and (
+        not (problem.is_varlen and config["persistent"]) or problem.is_paged
+    ):
+        reasons.append("searches is for persistent blocks and packed sequences, only")
     reasons += _paging(problem, config)
     reasons += _blocks(problem, config)
     if splits > 1 and config["persistent"]:

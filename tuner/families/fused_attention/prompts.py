@@ -15,19 +15,23 @@ _LONG: dict[int, dict[str, Value]] = {
     96: {"tile_n": 128, "stages_output": True},
     128: {"tile_n": 128, "stages_output": True, "rescale": "lazy", "turn_ends": "scores"},
     192: {"tile_n": 112},
+    256: {"tile_n": 80, "rescale": "lazy"},
 }
 #: Keys of a tile at which two blocks of one group fit on a multiprocessor, by the instance.
 _PACKING_TILES = {64: 64, 96: 64, 128: 64, 192: 48}
 
 
-def long(head_dim: int, *, is_full: bool) -> Iterator[Config]:
+def long(head_dim: int, *, is_full: bool, is_varlen: bool) -> Iterator[Config]:
     """The kernel of most queries to a tile, where a donor's is another.
 
     Args:
         head_dim: the instance.
         is_full: no mask.
+        is_varlen: packed sequences.
     """
-    if head_dim in _LONG and not (is_full and head_dim == 128):
+    if is_varlen:
+        yield _turning(**_LONG[head_dim], searches=True)
+    elif head_dim != 256 and not (is_full and head_dim == 128):
         yield _turning(**_LONG[head_dim])
 
 
@@ -38,16 +42,23 @@ def narrow(head_dim: int) -> Iterator[Config]:
         yield _kernel(**single, persistent=True, stages_output=True)
 
 
-def packing(head_dim: int, heads: int) -> Config:
-    """A kernel whose tile holds few queries of all query heads of a KV head, up to `heads`."""
+def packing(head_dim: int, heads: int, *, is_varlen: bool) -> Config:
+    """A kernel whose tile holds few queries of all query heads of a KV head.
+
+    Args:
+        head_dim: the instance.
+        heads: most query heads.
+        is_varlen: packed sequences.
+    """
     packed: dict[str, Value] = {"packed_heads": heads, "pads_heads": True}
+    packed |= {"searches": True} if is_varlen else {}
     if head_dim not in _PACKING_TILES:  # a thread lacks the registers of a second block
         return _turning(tile_n=64, **packed)
     if head_dim <= 128:
         packed["stages_output"] = True
     single: dict[str, Value] = {
         **{"warp_groups": 1, "tile_n": _PACKING_TILES[head_dim], "blocks_per_sm": 2},
-        **{"persistent": False, "q_in_registers": head_dim == 96},
+        **{"persistent": is_varlen, "q_in_registers": head_dim == 96},
     }
     return _kernel(**single, **packed)
 
