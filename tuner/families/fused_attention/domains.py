@@ -327,7 +327,9 @@ class AttentionDomain(_Attention, Domain):
         is_wide, is_varlen = self.head_dim > 128 and not self.has_softcap, self.is_varlen
         packing = partial(prompts.packing, self.head_dim, is_varlen=is_varlen)
         if self.phase == "prompt" and (self.is_composed or is_wide):
-            yield from prompts.long(self.head_dim, is_full=self.mask == "full", is_varlen=is_varlen)
+            yield from prompts.long(
+                self.head_dim, self.mask, is_varlen=is_varlen, has_softcap=self.has_softcap
+            )
             if is_windowed:
                 yield from prompts.narrow(self.head_dim)
             if is_windowed or is_varlen or (self.has_softcap and self.mask != "full"):

@@ -17,22 +17,32 @@ _LONG: dict[int, dict[str, Value]] = {
     192: {"tile_n": 112},
     256: {"tile_n": 80, "rescale": "lazy"},
 }
+#: The same under a causal mask, where nothing else hides keys.
+_SKIPPING: dict[int, dict[str, Value]] = {
+    128: {"skips_masked": "halves"},
+    256: {"skips_masked": "blocks", "tile_n": 64},
+}
 #: Keys of a tile at which two blocks of one group fit on a multiprocessor, by the instance.
 _PACKING_TILES = {64: 64, 96: 64, 128: 64, 192: 48}
 
 
-def long(head_dim: int, *, is_full: bool, is_varlen: bool) -> Iterator[Config]:
+def long(head_dim: int, mask: str, *, is_varlen: bool, has_softcap: bool) -> Iterator[Config]:
     """The kernel of most queries to a tile, where a donor's is another.
 
     Args:
         head_dim: the instance.
-        is_full: no mask.
+        mask: full, causal or windowed.
         is_varlen: packed sequences.
+        has_softcap: a soft cap.
     """
+    levers = _LONG[head_dim]
     if is_varlen:
-        yield _turning(**_LONG[head_dim], searches=True)
-    elif head_dim != 256 and not (is_full and head_dim == 128):
-        yield _turning(**_LONG[head_dim])
+        yield _turning(**levers, searches=True)
+    elif has_softcap:
+        skipping = _SKIPPING.get(head_dim, {}) if mask == "causal" else {}
+        yield _turning(**{**levers, **skipping})
+    elif head_dim != 256 and not (mask == "full" and head_dim == 128):
+        yield _turning(**levers)
 
 
 def narrow(head_dim: int) -> Iterator[Config]:
