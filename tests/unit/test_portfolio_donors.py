@@ -223,25 +223,55 @@ class TestDonors:
         assert last is not None and last.domain.phase == "few"
         assert longer is not None and longer.domain.phase == "prompt"
 
-    @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
     @pytest.mark.parametrize(
-        "kind", ["window=9", "causal=1,softcap=30", "varlen=1,layout=bshd", "causal=1,varlen=1"]
+        ("head_dim", "kind"),
+        [
+            (64, "S=300,window=9"),
+            (64, "S=300,varlen=1,layout=bshd"),
+            (96, "SQ=8,SKV=900"),
+            (96, "S=300,causal=1"),
+            (128, "S=300,causal=1,softcap=30"),
+            (128, "S=30,causal=1,varlen=1,layout=bshd"),
+            (192, "S=300"),
+            (192, "S=20,causal=1"),
+            (256, "S=300,softcap=30"),
+            (256, "S=300,varlen=1,layout=bshd"),
+        ],
     )
     def test_prompts_have_further_kernels_beside_those_of_donors(
         self, head_dim: int, kind: str
     ) -> None:
-        """Built for both types, and on an H100 too."""
-        problem = attention(f"B=8,H=36,HKV=4,S=300,D={head_dim},{kind}")
+        """On an H100 too."""
+        problem = attention(f"B=8,H=36,HKV=4,D={head_dim},{kind}")
         for gpu in (DEFAULT_GPU, GPUS["H100"]):
             serving = portfolio.serving(portfolio.shipped(), gpu)
             ships = next(one for one in serving if one.op == "attention")
             found = ships.select(problem)
             assert found is not None
-            kernels = {FUSED.compile_digest(config) for _, config in found.ranked()}
-            further = [*found.domain.further_kernels]
-            held = [FUSED.called(problem, FUSED.carried(problem, one), 1) for one in further]
-            digests = {FUSED.compile_digest(one) for one in held if FUSED.holds(one, 9)}
-            assert digests and digests <= kernels and len(kernels) > 1
+            own = [one.config for one in found.times.models.candidates if not one.is_vendor]
+            carried = (
+                FUSED.carried(found.domain.problem_for(one), one)
+                for one in found.domain.further_kernels
+            )
+            digests = {*map(FUSED.compile_digest, carried)}
+            assert digests and digests < {*map(FUSED.compile_digest, own)}
+
+    def test_tall_tiles_of_few_queries_split_the_keys(self) -> None:
+        ships = next(one for one in portfolio.shipped() if one.op == "attention")
+        found = ships.select(attention("B=3,H=60,HKV=5,SQ=12,SKV=23115,D=88"))
+        assert found is not None and found.config["splits"] > 1
+        assert found.config["warp_groups"] == 2 and found.config["combine"] == "kernel"
+
+    @pytest.mark.parametrize("mask", ["softcap=30", "mask=1"])
+    def test_rare_widths_have_kernels_of_few_queries(self, mask: str) -> None:
+        ships = next(one for one in portfolio.shipped() if one.op == "attention")
+        served = {domain for domain, _ in ships.served()}
+        for queries in (1, 9):
+            found = ships.select(attention(f"H=60,HKV=4,SQ={queries},SKV=999,D=160,{mask}"))
+            assert found is not None and found.domain in served
+            models = found.times.models
+            assert models.donor == AttentionDomain(192, "full", found.domain.phase)
+            assert any(one.config.get("packed_heads") == 16 for one in models.candidates)
 
     def test_steps_of_further_kernels_take_as_long_as_their_tiles_are_large(self) -> None:
         own = candidate(maker()(2, 80), FUSED.work_terms, launch=9.0, mean_steps=0.5)

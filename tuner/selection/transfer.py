@@ -28,6 +28,8 @@ in the mean, at problems left out. Without them they are 35 % off (27 November 2
 """
 STEPS = frozenset(term for term in attention_work.TERMS if term.endswith("_steps"))
 """Terms that grow with the tiles of a step."""
+COMBINING = frozenset({"launch", "partials", "splits"})
+"""Terms of a second kernel, which combines splits."""
 TILES = "blocks_per_sm", "tile_n", "rescale"
 """Parameters that kernels of like rates have in common."""
 SHARED = 1.5
@@ -160,23 +162,43 @@ class Transfer:
         return replace(models, candidates=[*models.candidates, *further]) if further else models
 
     def _further(self, domain: AnyDomain, beside: Iterable[Candidate]) -> list[Candidate]:
-        """A domain's `further_kernels` that are not among its candidates."""
-        further: list[Candidate] = []
+        """A domain's `further_kernels` that are not among its candidates, in each way to combine
+        splits.
+        """
         if not isinstance(domain, AttentionDomain):
-            return further
-        digests = {one.family.compile_digest(one.config) for one in beside if one.family}
-        spread = Spread.over(one.spread for one in beside if not one.is_vendor)
+            return []
+        own = [one for one in beside if not one.is_vendor]
+        digests = {one.family.compile_digest(one.config) for one in own if one.family}
+        spread, further = Spread.over(one.spread for one in own), list[Candidate]()
         for kernel in domain.further_kernels:
-            for other in domain.alike_kernels(kernel):
-                models = self.measured.get(other)
-                near = sorted(models.candidates, key=partial(_differing, kernel)) if models else ()
-                if (like := _like(kernel, None, near)) is None:
-                    continue
-                named = self._carried(domain, _rated(kernel, like), (1,))
-                if named and family(kernel.family).compile_digest(named.config) not in digests:
-                    further.append(replace(named, spread=spread))
-                break
+            if (whole := self._like(kernel, domain.alike_kernels(kernel))) is None:
+                continue
+            rated = [_rated(kernel, whole)]
+            ways = self._like(kernel, [domain], "kernel") if domain.splits(kernel) else None
+            if ways is not None:
+                combining = {name: us for name, us in ways.rates.items() if name in COMBINING}
+                config = Config(kernel.family, {**kernel.params, "combine": "kernel"})
+                rated.append(
+                    replace(rated[0], config=config, rates={**rated[0].rates, **combining})
+                )
+            for one in rated:
+                carried = self._carried(
+                    domain, one, None if "combine" in one.config.params else (1,)
+                )
+                if carried and family(kernel.family).compile_digest(carried.config) not in digests:
+                    further.append(replace(carried, spread=spread))
         return further
+
+    def _like(
+        self, kernel: Config, domains: Iterable[AnyDomain], combine: str | None = None
+    ) -> Candidate | None:
+        """The most similar kernel of the first measured domain that has one."""
+        for domain in domains:
+            if (models := self.measured.get(domain)) is not None:
+                near = sorted(models.candidates, key=partial(_differing, kernel))
+                if (like := _like(kernel, combine, near)) is not None:
+                    return like
+        return None
 
     def _masked(
         self, domain: AttentionDomain, donor: AnyDomain, found: Sequence[Candidate]
@@ -214,8 +236,8 @@ class Transfer:
     def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates of a donor as they are called in `domain`, best first."""
         own = [candidate for candidate in models.candidates if not candidate.is_vendor]
-        if isinstance(domain, AttentionDomain) and not domain.takes_padding:
-            own = [candidate for candidate in own if "pads_heads" not in candidate.config.params]
+        if isinstance(domain, AttentionDomain):
+            own = [candidate for candidate in own if domain.takes(candidate.config)]
         own.sort(key=lambda candidate: "packed_heads" in candidate.config.params)
         if domain.donors_split:
             yield from self._divided(domain, own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -61,8 +60,6 @@ MAX_CAPPED = 4
 PADDED = 8
 """Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
 two are 3 to 7."""
-MAX_PACKS = 16
-"""Most query heads in a tile of the further kernels of prompts."""
 _PADDING: Mapping[int, Mapping[str, Value]] = {
     64: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": False, "stages_output": True},
     128: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": True, "stages_output": True},
@@ -158,7 +155,7 @@ class AttentionDomain(_Attention, Domain):
                 yield type(self)(width, mask, self.phase)
             return
         if self.head_dim == _RARE:
-            if self.takes_packs:
+            if self.takes_packs or (self.operand and self.phase != "prompt"):
                 yield type(self)(_RARE, "full", self.phase)
             yield type(self)(_RARE, "full", "prompt")
             return
@@ -213,10 +210,11 @@ class AttentionDomain(_Attention, Domain):
         """Not under a mask operand: its donors' kernels have few measurements of each there."""
         return not self.operand
 
-    @property
-    def takes_padding(self) -> bool:
-        """False under a mask operand where no kernel that pads heads was proven with one."""
-        return not self.operand or self.has_softcap or self.head_dim in (64, 128)
+    def takes(self, kernel: Config) -> bool:
+        """False for kernels that pad heads where none was proven with the mask operand."""
+        is_padded = not self.operand or self.has_softcap or self.head_dim in (64, 128)
+        is_widest = self.operand == "bool" and kernel.get("packed_heads") == prompts.MAX_PACKS
+        return is_padded or is_widest or "pads_heads" not in kernel.params
 
     @property
     def shares_phases(self) -> bool:
@@ -293,6 +291,8 @@ class AttentionDomain(_Attention, Domain):
         causal = cls(_RARE, "causal", "prompt")
         yield causal
         yield causal._replace(mask="windowed")
+        for phase in get_args(Phase)[1:]:
+            yield cls(_RARE, "full", phase, has_softcap=True)
         for domain in (causal, cls(_RARE, "full", "prompt")):
             yield domain._replace(has_softcap=True)
             yield domain._replace(is_varlen=True)
@@ -320,24 +320,13 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def further_kernels(self) -> Iterator[Config]:
-        """For prompts that PyTorch composes, for short ones, and at wide heads."""
-        is_windowed = self.mask == "windowed"
-        if self.has_named_kernels or self.operand or (self.has_softcap and is_windowed):
-            return
-        is_wide, is_varlen = self.head_dim > 128 and not self.has_softcap, self.is_varlen
-        packing = partial(prompts.packing, self.head_dim, is_varlen=is_varlen)
-        if self.phase == "prompt" and (self.is_composed or is_wide):
-            yield from prompts.long(
-                self.head_dim, self.mask, is_varlen=is_varlen, has_softcap=self.has_softcap
-            )
-            if is_windowed:
-                yield from prompts.narrow(self.head_dim)
-            if is_windowed or is_varlen or (self.has_softcap and self.mask != "full"):
-                yield packing(MAX_PACKS)
-        elif self.is_short_prompt or (self.phase == "few" and is_wide and self.mask == "full"):
-            yield packing(MAX_PACKS)
-            if self.is_short_prompt:
-                yield packing(PADDED)
+        if not (self.has_named_kernels or self.operand):
+            kinds = {"has_softcap": self.has_softcap, "is_varlen": self.is_varlen}
+            yield from prompts.kernels(self.head_dim, self.mask, self.phase, **kinds)
+
+    def splits(self, kernel: Config) -> bool:
+        """True if one of `further_kernels` also splits the keys."""
+        return self.phase == "few" and self.mask == "full" and not kernel["persistent"]
 
     def alike_kernels(self, kernel: Config) -> Iterator[Self]:
         """Domains whose kernels' rates hold for one of `further_kernels`, nearest first."""

@@ -1,76 +1,90 @@
-"""Further kernels of prompts that no domain was measured for: with a window, a soft cap or packed
-sequences, and short ones. Their domains have a donor's kernel, which seldom suits all lengths.
+"""Further kernels of prompts and of several queries, beside those that were measured or are a
+donor's: where they were seen to trail (`scripts/bench cliffs`, H200, 29 November 2026).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from tuner.config import Config, Value
 from tuner.families.fused_attention.packing import NAME
 
 #: Levers of the kernel of long prompts, by the instance.
-_LONG: dict[int, dict[str, Value]] = {
+_LONG: Mapping[int, Mapping[str, Value]] = {
     64: {"tile_n": 128, "warp_groups": 3, "stages_output": True},
-    96: {"tile_n": 128, "stages_output": True},
+    96: {"tile_n": 128, "stages_output": True, "rescale": "lazy"},
     128: {"tile_n": 128, "stages_output": True, "rescale": "lazy", "turn_ends": "scores"},
-    192: {"tile_n": 112},
+    192: {"tile_n": 112, "rescale": "lazy"},
     256: {"tile_n": 80, "rescale": "lazy"},
 }
 #: The same under a causal mask, where nothing else hides keys.
-_SKIPPING: dict[int, dict[str, Value]] = {
+_SKIPPING: Mapping[int, Mapping[str, Value]] = {
+    96: {"skips_masked": "halves"},
     128: {"skips_masked": "halves"},
+    192: {"skips_masked": "blocks"},
     256: {"skips_masked": "blocks", "tile_n": 64},
 }
+#: Instances with a kernel of long prompts, by the feature that others lack and the mask. All have
+#: one for packed sequences.
+_HAVE_LONG: Mapping[tuple[str, str], Container[int]] = {
+    ("", "full"): (96, 192),
+    ("", "causal"): (96, 192),
+    ("softcap", "full"): (64,),
+    ("softcap", "causal"): (128, 192, 256),
+    ("", "windowed"): (64,),
+}
+#: Instances with a kernel of packed heads: of windows, of few queries, and of few tall tiles.
+_WINDOWED, _FEW, _TALL = (96, 192, 256), (192, 256), (96, 128)
 #: Keys of a tile at which two blocks of one group fit on a multiprocessor, by the instance.
 _PACKING_TILES = {64: 64, 96: 64, 128: 64, 192: 48}
+MAX_PACKS = 16
+"""Most query heads in a tile of these kernels."""
 
 
-def long(head_dim: int, mask: str, *, is_varlen: bool, has_softcap: bool) -> Iterator[Config]:
-    """The kernel of most queries to a tile, where a donor's is another.
+def kernels(
+    head_dim: int, mask: str, phase: str, *, has_softcap: bool, is_varlen: bool
+) -> Iterator[Config]:
+    """The further kernels of a domain without a mask operand.
 
     Args:
         head_dim: the instance.
         mask: full, causal or windowed.
-        is_varlen: packed sequences.
+        phase: prompt, few or one.
         has_softcap: a soft cap.
-    """
-    levers = _LONG[head_dim]
-    if is_varlen:
-        yield _turning(**levers, searches=True)
-    elif has_softcap:
-        skipping = _SKIPPING.get(head_dim, {}) if mask == "causal" else {}
-        yield _turning(**{**levers, **skipping})
-    elif head_dim != 256 and not (mask == "full" and head_dim == 128):
-        yield _turning(**levers)
-
-
-def narrow(head_dim: int) -> Iterator[Config]:
-    """A kernel of small tiles, which a narrow window leaves less of, where a donor's has others."""
-    if head_dim == 96:
-        single: dict[str, Value] = {"warp_groups": 1, "tile_n": 64, "blocks_per_sm": 2}
-        yield _kernel(**single, persistent=True, stages_output=True)
-
-
-def packing(head_dim: int, heads: int, *, is_varlen: bool) -> Config:
-    """A kernel whose tile holds few queries of all query heads of a KV head.
-
-    Args:
-        head_dim: the instance.
-        heads: most query heads.
         is_varlen: packed sequences.
     """
-    packed: dict[str, Value] = {"packed_heads": heads, "pads_heads": True}
-    packed |= {"searches": True} if is_varlen else {}
+    feature = "softcap" if has_softcap else ""
+    is_prompt = phase == "prompt"
+    if is_varlen:
+        if is_prompt:
+            yield _turning(**_LONG[head_dim], searches=True)
+        yield _packing(head_dim, persistent=True, searches=True)
+    elif is_prompt:
+        if head_dim in _HAVE_LONG.get((feature, mask), ()):
+            skipping = _SKIPPING.get(head_dim, {}) if mask == "causal" else {}
+            yield _turning(**{**_LONG[head_dim], **skipping})
+        is_capped = has_softcap and mask == "full" and head_dim == 256
+        if is_capped or (mask == "windowed" and not has_softcap and head_dim in _WINDOWED):
+            yield _packing(head_dim)
+    elif phase == "few" and mask != "windowed" and not has_softcap:
+        if head_dim in _FEW:
+            yield _packing(head_dim)
+        if mask == "full" and head_dim in _TALL:
+            yield _turning(**_packs(head_dim), tile_n=128, persistent=False)
+
+
+def _packing(head_dim: int, **more: Value) -> Config:
+    """A kernel whose tile holds few queries of all query heads of a KV head."""
     if head_dim not in _PACKING_TILES:  # a thread lacks the registers of a second block
-        return _turning(tile_n=64, **packed)
-    if head_dim <= 128:
-        packed["stages_output"] = True
-    single: dict[str, Value] = {
-        **{"warp_groups": 1, "tile_n": _PACKING_TILES[head_dim], "blocks_per_sm": 2},
-        **{"persistent": is_varlen, "q_in_registers": head_dim == 96},
-    }
-    return _kernel(**single, **packed)
+        return _turning(**_packs(head_dim), tile_n=64, **more)
+    single: dict[str, Value] = {"warp_groups": 1, "blocks_per_sm": 2, "persistent": False}
+    single |= {"tile_n": _PACKING_TILES[head_dim], "q_in_registers": head_dim == 96}
+    return _kernel(**{**single, **_packs(head_dim), **more})
+
+
+def _packs(head_dim: int) -> dict[str, Value]:
+    staged = {"stages_output": True} if head_dim <= 128 else {}
+    return {"packed_heads": MAX_PACKS, "pads_heads": True, **staged}
 
 
 def _turning(**more: Value) -> Config:
