@@ -1,5 +1,6 @@
-"""Further kernels of prompts and of several queries, beside those that were measured or are a
-donor's: where they were seen to trail (`scripts/bench cliffs`, H200, 29 November 2026).
+"""Further kernels of prompts and of several queries, beside those of measurements and of donors.
+
+They are for calls where the others trailed (`scripts/bench cliffs`, H200, 29 November 2026).
 """
 
 from __future__ import annotations
