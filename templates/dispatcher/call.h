@@ -156,8 +156,9 @@ struct Call {
   // Keys of a cache that is longer or shorter than the queries; else 0: attention over itself.
   int64_t growing() const {
     at::Tensor const &query = *tensors[0], &key = *tensors[1], &value = *tensors[2];
-    bool const is_cache = query.dim() == 4 && key.dim() == 4 && key.sizes() == value.sizes() &&
-                          query.size(2) != key.size(2) && key.numel();
+    bool const has_heads = query.dim() == 4 && key.dim() == 4 && value.dim() == 4;
+    bool const is_cache = has_heads && key.sizes().slice(0, 3) == value.sizes().slice(0, 3) &&
+                          query.size(2) != key.size(2) && key.numel();  // values may be narrower
     return is_cache ? key.size(2) : 0;
   }
 

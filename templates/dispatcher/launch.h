@@ -87,9 +87,10 @@ inline Outputs run(Plan const& plan, Call const& call, bool wants_lse = false) {
   return made;
 }
 
-// `out` with the strides of at::empty_like(like), which is what tracing is told.
+// `out` with the strides of at::empty_like(like), which is what tracing is told. Outputs of narrower
+// values stay as they are: in the order of the query's dimensions.
 inline at::Tensor laid_out_as(at::Tensor const& like, at::Tensor out) {
-  if (out.strides() == like.strides()) return out;
+  if (out.strides() == like.strides() || out.sizes() != like.sizes()) return out;
   at::AutoDispatchBelowADInplaceOrView below;
   bool const is_dense = like.is_non_overlapping_and_dense();
   at::Tensor const wanted = is_dense ? like : at::empty_like(like);

@@ -25,6 +25,7 @@ from runtime_server import (
     measured,
 )
 
+import tuner
 from benchmarks import dispatch_calls as calls
 from tuner.compile import dispatcher
 from tuner.hardware import DEFAULT_GPU
@@ -484,6 +485,23 @@ def test_a_static_cache_under_its_mask_stays_in_the_dispatcher(server: Server) -
         assert launched and by_kernel(out, q, 1 + 63)
         asked.append(by_python)
     assert asked == [True] + 7 * [False]
+
+
+@pytest.mark.parametrize("shape", ["SQ=16,SKV=40", "S=16"])
+def test_values_may_be_narrower_than_keys(server: Server, shape: str) -> None:
+    """Their keys grow too, and the output has their width."""
+    problem = AttentionProblem.parse(f"B=2,H=2,{shape},D=16,DV=8")
+    server.decide(problem)
+    q, k, v = inputs(problem)
+    asked = []
+    with tuner.enabled():
+        for attend in (server.attention, server.attention, SDPA, SDPA):
+            q.normal_()
+            out, by_python, launched = server.went(lambda attend=attend: attend(q, k, v))
+            assert launched and by_kernel(out, q, problem.seqlen_kv)
+            assert out.shape == (2, 2, 16, 8)
+            asked.append(by_python)
+    assert asked == [True, False, False, False]
 
 
 @pytest.mark.parametrize("path", ["python", "dispatcher"])
