@@ -34,6 +34,8 @@ N, K = 1024, 4096
 ROWS = (1, 16, 100, 256, 1024, 8192)
 """Rows of calls whose rows are compared: 9,589 of each kind, and those of planted calls."""
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 8, 2, 128, 1300
+MANY = 8192
+"""Sequences of the largest batches."""
 EXPERTS, TOP_K, INNER = 8, 2, 512
 PRODUCTS: dict[str, Any] = {
     "linear": GemmProblem(1, N, K, dtype="bfloat16"),
@@ -52,7 +54,8 @@ def calls() -> list[Any]:
             for m in (2, 64, 256, 2048, 16384)
         ]
     heads = {"head_dim": HEAD_DIM, "heads_q": HEADS, "heads_kv": KV_HEADS, "dtype": "bfloat16"}
-    sizes = [(1, 1, LENGTH), (64, 1, LENGTH), (16, 4, LENGTH), (1, LENGTH, LENGTH), (8, 300, 300)]
+    sizes = [(1, 1, LENGTH), (64, 1, LENGTH), (MANY, 1, LENGTH), (16, 4, LENGTH)]
+    sizes += [(1, LENGTH, LENGTH), (8, 300, 300)]
     for batch, queries, keys in sizes:
         one = AttentionProblem(queries, keys, batch=batch, **heads)  # type: ignore[arg-type]
         found.append(replace(one, is_causal=queries > 16))
@@ -160,11 +163,13 @@ def test_tokens_of_experts() -> None:
         return bits(tuner.moe(hidden[at], experts[at], weights[at], gates, down))
 
     with tuner.deterministic("batch"):
-        wanted = run(slice(None))
-        for size in (1, 30, 100, 1024):
+        wanted, compared = run(slice(None)), 0
+        for size in (1, 30, 100, 1024, tokens):
             assert torch.equal(run(slice(size)), wanted[:size]), size
             order = torch.randperm(tokens, generator=generator, device="cuda")[:size]
             assert torch.equal(run(order), wanted[order]), size
+            compared += 2 * size
+        assert compared > 10_000
 
 
 def test_queries_of_prompts_and_of_decoding() -> None:
@@ -186,10 +191,13 @@ def test_queries_of_prompts_and_of_decoding() -> None:
             out = run([5, 0, 5], 0, length, True)
             assert torch.equal(out[1], wanted[0, :, :length]) and torch.equal(out[0], out[2])
             assert torch.equal(out[0], wanted[5, :, :length]), length
-        for requests in ([2], [0, 2, 4], list(range(batch)) * 8):
+        compared = 0
+        for requests in ([2], [0, 2, 4], [*range(batch)] * 8, [*range(batch)] * (MANY // batch)):
             for at in (17, 128, 777, LENGTH - 1):
                 out = run(requests, at, at + 1, False)
                 assert torch.equal(out[:, :, 0], wanted[requests, :, at]), (len(requests), at)
+                compared += len(requests) * HEADS
+        assert compared > 10_000
 
 
 def test_sequences_beside_others() -> None:
@@ -270,6 +278,8 @@ def test_chunks_and_decoding_over_pages() -> None:
             [(0, LENGTH - 1, LENGTH)],
             [(i % 4, 300 + 7 * i, 301 + 7 * i) for i in range(100)],
             [(i % 4, 900 + i, 904 + i) for i in range(16)],
+            [(1, 240, 256)],
+            [(i % 4, i % LENGTH, i % LENGTH + 1) for i in range(MANY)],
         ]
         for seed, chunks in enumerate(batches):
             outs = pages.run(chunks, seed)

@@ -35,6 +35,7 @@ CUTLASS: dict[str, Any] = {
 LAYERS: dict[str, Any] = {
     "linear": LINEAR,
     "few columns": replace(LINEAR, n=1024, k=8192),
+    "logits": replace(LINEAR, n=128256),
     "bias": replace(LINEAR, epilogue="bias"),
     "bias and GELU": replace(LINEAR, epilogue="bias_gelu_tanh"),
     "swiglu": SwigluProblem(1, 14336, 4096, dtype="bfloat16"),
@@ -92,6 +93,7 @@ def test_prompts_and_decoding_have_kernels_of_one_class(head_dim: int, heads_kv:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_and_decoding_over_pages_have_kernels_of_one_class(head_dim: int) -> None:
     sizes = ((1, 1, 8192), (128, 1, 1024), (16, 8, 2048), (1, 512, 4096), (4, 2048, 2048))
+    sizes += ((1, 16, 256), (1, 256, 256), (1, 64, 1024), (8192, 1, 1024))
     calls = [
         replace(PAGED, head_dim=head_dim, batch=batch, seqlen_q=queries, seqlen_kv=keys)
         for batch, queries, keys in sizes
