@@ -18,6 +18,7 @@ LAYERS = "vllm.model_executor"
 class RMSNorm(torch.nn.Module):
     """As of vLLM 0.26."""
 
+    name = "rms_norm"
     variance_epsilon, has_weight, variance_size_override = 1e-5, True, None
 
     def __init__(self, columns: int) -> None:
@@ -29,6 +30,7 @@ class RMSNorm(torch.nn.Module):
 
     @classmethod
     def register_oot(cls, other: Any) -> None:
+        other.name = cls.__name__
         sys.modules[f"{LAYERS}.custom_op"].op_registry_oot[cls.__name__] = other
 
 
@@ -63,6 +65,7 @@ def test_it_stands_in_vllms_place_unless_another_does(norms: Any) -> None:
     registry = sys.modules[f"{LAYERS}.custom_op"].op_registry_oot
     norms.register(), norms.register()
     assert registry == {"RMSNorm": norms.TunerRMSNorm}
+    assert norms.TunerRMSNorm.name == RMSNorm.name
     registry["RMSNorm"] = "another's"
     norms.register()
     assert registry == {"RMSNorm": "another's"}
