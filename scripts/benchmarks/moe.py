@@ -9,12 +9,15 @@ at the first case of a layer and a number of rows. Errors are distances from the
 The preset ``products`` times both grouped products of a layer alone, by each proven kernel of the
 rule and by DeepGEMM's. There ``tuner`` is the rule's first kernel, and ``tuner TILE`` any of them.
 The preset ``tables`` draws points of vLLM's tables, beside its Triton kernel with their entries.
+With ``--forced`` it times the grouped products and each tile of `EXPERT_PRODUCTS` too.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from benchmarks import harness, moe_layers, moe_products, moe_tables
 from benchmarks.harness import Bench, Contender, Preset, Row
@@ -27,17 +30,17 @@ BUDGET_US = 2e5
 """All rounds of a case take about so long; the layers take milliseconds, and there are many."""
 
 
-def measure(case: Case, _: Namespace) -> Row:
+def measure(case: Case, args: Namespace) -> Row:
     """Times of a case beside the compositions."""
-    return measured(case, peers_of(case.dtype))
+    return measured(case, args, peers_of(case.dtype))
 
 
-def beside_tables(case: Case, _: Namespace) -> Row:
+def beside_tables(case: Case, args: Namespace) -> Row:
     """Times of a case beside vLLM's Triton kernel with its table's entry."""
-    return measured(case, moe_tables.peers_of(case.dtype))
+    return measured(case, args, moe_tables.peers_of(case.dtype))
 
 
-def measured(case: Case, peers: Peers) -> Row:
+def measured(case: Case, args: Namespace, peers: Peers) -> Row:
     """Times of a case, and how far the results are from the first peer's."""
     import torch
 
@@ -54,10 +57,13 @@ def measured(case: Case, peers: Peers) -> Row:
         for name, peer in peers.items():
             composed = partial(peer, hidden, experts, by, *matrices, *scales)
             calls[name] = harness.every_copy(composed)
+        for rows in (0, 16, 32, 64) if args.forced and case.dtype == "bf16" else ():
+            way = partial(forced, rows, served)
+            calls[f"tuner {rows or 'grouped'}"] = harness.every_copy(way)
         tuner.stats(reset=True)
         outs, failed = harness.first_outputs(calls, lambda out: out.float())
         answered = tuner.stats()
-        names = [name for name in outs if name != "tuner"]
+        names = [name for name in outs if not name.startswith("tuner")]
         ways = [Contender(name, calls[name]) for name in outs]
         before = harness.every_copy(partial(torch.add, source, 0.0, out=hidden))
         times = harness.time_calls(ways, before, 1, BUDGET_US)
@@ -75,8 +81,21 @@ def measured(case: Case, peers: Peers) -> Row:
     }
 
 
+def forced(rows: int, call: Callable[[], Any]) -> Any:
+    """What a call returns by tiles of so many rows, or by grouped products if there are none."""
+    from tuner.runtime.products import expert_products
+
+    choice = expert_products.tile_rows
+    expert_products.tile_rows = lambda *_: rows
+    try:
+        return call()
+    finally:
+        expert_products.tile_rows = choice
+
+
 def _options(parser: Parser) -> None:
     add = parser.add_argument
+    add("--forced", action="store_true", help="also by grouped products, and by each tile")
     numbers = "rows of all experts (default 128 1024 8192)"
     add("--rows", type=int, nargs="+", default=ROWS, metavar="N", help=numbers)
     add("--unproven", action="store_true", help="products: also kernels that are only built")

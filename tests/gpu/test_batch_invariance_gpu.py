@@ -10,7 +10,7 @@ import pytest
 from runtime_gpu import forget, fresh_store, part, this_gpu
 
 from tuner.compile.compiler import Compiler
-from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
+from tuner.compile.single import BLOCK_QUANTISER, EXPERT_PRODUCTS, EXPERT_ROWS
 from tuner.errors import NotInvariantError
 from tuner.families import families
 from tuner.families.base import KernelSpec
@@ -92,7 +92,7 @@ def _built(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(part("call.proven_kernels").lists, "proven", proven)
     for module in ("call.plan", "call.sourced"):
         monkeypatch.setattr(part(module), "ArtifactCache", lambda: compiler.artifacts)
-    for source in (EXPERT_ROWS, BLOCK_QUANTISER):
+    for source in (EXPERT_ROWS, EXPERT_PRODUCTS, BLOCK_QUANTISER):
         source.build(compiler.artifacts)
     forget()
     yield

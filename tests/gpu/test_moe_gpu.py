@@ -9,7 +9,7 @@ import pytest
 from runtime_gpu import forget, fresh_store, part, served_gpu, store
 
 from tuner.compile.compiler import Compiler
-from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
+from tuner.compile.single import BLOCK_QUANTISER, EXPERT_PRODUCTS, EXPERT_ROWS
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -55,7 +55,7 @@ def kernels() -> list[KernelSpec]:
 @pytest.fixture
 def rows(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`tuner.runtime.products.expert_rows` with the kernels of the tests' cache."""
-    for source in (EXPERT_ROWS, BLOCK_QUANTISER):
+    for source in (EXPERT_ROWS, EXPERT_PRODUCTS, BLOCK_QUANTISER):
         source.build(compiler.artifacts)
     monkeypatch.setattr(part("call.sourced"), "ArtifactCache", lambda: compiler.artifacts)
     for module in ("products.expert_rows", "products.quantiser"):

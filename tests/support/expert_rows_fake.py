@@ -1,4 +1,4 @@
-"""The kernel of experts' rows over a host's memory: a loaded kernel's interface, PyTorch inside."""
+"""The kernels of experts over a host's memory: a loaded kernel's interface, PyTorch inside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tuner.compile.single import EXPERT_ROWS
+from tuner.compile.single import EXPERT_PRODUCTS, EXPERT_ROWS
 
 
 def at(address: int, shape: Sequence[int], dtype: Any, stride: Sequence[int] | None = None) -> Any:
@@ -72,4 +72,57 @@ class FakeRows:
         out = at(given["out"], rows.shape, torch.float8_e4m3fn)
         out.view(torch.uint8)[kept] = elements.view(torch.uint8)[kept]
         at(given["factors"], factors.shape, torch.float32, (1, block))[kept] = factors[kept]
+        return out
+
+
+class FakeProducts:
+    """As `FakeRows`, of the products of few rows."""
+
+    def __init__(self, wrong: int = -1) -> None:
+        self.wrong = wrong
+        self.launches: list[dict[str, int]] = []
+
+    def launch(self, tensors: Sequence[int], integers: Sequence[int], *_: Any) -> None:
+        arguments = EXPERT_PRODUCTS.arguments
+        given = dict(zip(arguments.tensors, tensors, strict=True))
+        call = dict(zip(arguments.integers, integers, strict=True))
+        self.launches.append(call)
+        slots, count = call["slot_count"], call["expert_count"]
+        offsets = at(given["offsets"], (count + 1,), torch.int32).tolist()
+        order = at(given["order"], (slots,), torch.int32)
+        tiles = at(given["tiles"], (call["tile_count"], 2), torch.int32)
+        if call["stage"] == 0:
+            places = at(given["places"], (slots,), torch.int32)
+            inside = torch.nonzero(places >= 0).flatten().int()
+            order[places[inside].long()] = inside
+            listed = [
+                (expert, row)
+                for expert in range(count)
+                for row in range(offsets[expert], offsets[expert + 1], call["tile_rows"])
+            ]
+            tiles.fill_(-1)[: len(listed)] = torch.tensor(listed, dtype=torch.int32).view(-1, 2)
+            written = order
+        else:
+            written = self._product(given, call, offsets, order, tiles)
+        if call["stage"] == self.wrong:
+            written.view(torch.uint8).view(-1)[1] ^= 64
+
+    @staticmethod
+    def _product(
+        given: Mapping[str, int], call: Mapping[str, int], offsets: Any, order: Any, tiles: Any
+    ) -> Any:
+        columns, depth, is_up = call["columns"], call["depth"], call["stage"] == 1
+        shape = call["expert_count"], columns * (1 + is_up), depth
+        weights = at(given["weights"], shape, torch.bfloat16)
+        height = call["slot_count"] // call["top_k"] if is_up else call["slot_count"]
+        rows = at(given["rows"], (height, depth), torch.bfloat16, (call["row_stride"], 1))
+        out = at(given["out"], (call["slot_count"], columns), torch.bfloat16)
+        for expert, first in (tile for tile in tiles.tolist() if tile[0] >= 0):
+            end = min(first + call["tile_rows"], offsets[expert + 1])
+            own = order[first:end].long() // call["top_k"] if is_up else torch.arange(first, end)
+            sums = rows[own].float() @ weights[expert].float().T
+            if is_up:
+                gate, up = sums.chunk(2, -1)
+                sums = torch.nn.functional.silu(gate) * up
+            out[first:end] = sums.bfloat16()
         return out

@@ -9,7 +9,7 @@ import pytest
 
 from tuner.base import resources
 from tuner.compile.render import fill, render
-from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND, Source
+from tuner.compile.single import SOURCES, Source
 from tuner.families import families
 from tuner.families.arguments import Arguments, named_strides, stride_names
 from tuner.families.base import Family, Launch, Ref
@@ -192,9 +192,7 @@ def test_strides_have_the_names_that_are_declared() -> None:
     assert tuple(found.values()) == (6, 3, 2, 7, 8, 9)
 
 
-@pytest.mark.parametrize(
-    "kernel", [BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND], ids=lambda one: one.name
-)
+@pytest.mark.parametrize("kernel", SOURCES, ids=lambda one: one.name)
 def test_a_source_repeats_its_declaration(kernel: Source) -> None:
     source = (resources.templates() / kernel.name).read_text()
     text = fill("arguments.cu.j2", {"arguments": kernel.arguments})

@@ -30,7 +30,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def identities(fake: Fake) -> tuple[str, ...]:
     """Keys of a template's kernel and of the sources, and an environment's digest."""
-    sources = (single.BLOCK_QUANTISER, single.EXPERT_ROWS, single.PAGED_APPEND)
+    sources = single.SOURCES
     for name in {name for one in sources for name in (one.name, *one.headers)}:
         (fake.templates / name).write_text("")
     environment = Environment(environment_facts(fake.toolchain))

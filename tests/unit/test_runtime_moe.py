@@ -12,7 +12,7 @@ from tuner.errors import ConfigError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from expert_rows_fake import FakeRows  # noqa: E402
+from expert_rows_fake import FakeProducts, FakeRows  # noqa: E402
 
 SIZES = (13, 3, 5, 32, 24)
 """Tokens, top k, experts, hidden, inner."""
@@ -171,6 +171,68 @@ def test_a_kernel_moves_the_rows(kernel: Any, moe: Any, choice: str) -> None:
     assert set(kernel.runtime.counters.stats().fallbacks.values()) == {2}
     moe(*tensors)
     assert len(kernel.kernel.launches) == 14
+
+
+@pytest.fixture
+def tiled(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`kernel`, whose `products` multiply few rows; their proof has few as well."""
+    from tuner.runtime.call import sourced
+    from tuner.runtime.products import expert_products
+
+    kernel.products = FakeProducts()
+    kernels = expert_products.kernels
+    monkeypatch.setattr(kernels, "source", SimpleNamespace(find=lambda cache: kernels))
+    monkeypatch.setattr(expert_products, "_PROVEN", (30, 5, 3, 40, 24))
+    monkeypatch.setattr(
+        sourced, "load", lambda artifact: kernel.products if artifact is kernels else kernel.kernel
+    )
+    kernels.forget()
+    yield kernel
+    kernels.forget()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_products_of_few_rows_are_one_kernel_s(tiled: Any, moe: Any, choice: str) -> None:
+    tensors = inputs(dtype=torch.bfloat16)
+    tensors[0] = torch.cat([tensors[0], tensors[0]], 1)[:, : tensors[0].shape[1]]
+    tensors[1] = CHOICES[choice](tensors[1])
+    out = moe(*tensors)
+    exact = wanted(*(t.double() if t.is_floating_point() else t for t in tensors))
+    torch.testing.assert_close(out.double(), exact, rtol=3e-2, atol=3e-2)
+    assert [integers[0] for integers in tiled.kernel.launches][-2:] == [0, 3]
+    stages = [call["stage"] for call in tiled.products.launches]
+    assert stages[-3:] == [0, 1, 2] and len(stages) == 3 + 27, "nine by three prove it"
+    assert tiled.runtime.counters.stats().hits == 2
+    moe(*tensors)
+    assert len(tiled.products.launches) == 3 + len(stages)
+
+
+def test_rows_of_a_tile_follow_from_the_mean_of_an_expert() -> None:
+    from tuner.runtime.products.expert_products import tile_rows
+
+    sizes = [tile_rows(slots, 8) for slots in (1, 8, 33, 128, 129, 384, 385)]
+    assert sizes == [16, 16, 32, 32, 64, 64, 0]
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_products_with_other_results_are_not_served(
+    tiled: Any, moe: Any, stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiled.products = FakeProducts(stage)
+    tensors = inputs(dtype=torch.bfloat16)
+    exact = wanted(*(t.double() if t.is_floating_point() else t for t in tensors))
+    torch.testing.assert_close(moe(*tensors).double(), exact, rtol=3e-2, atol=3e-2)
+    assert caplog.text.count("its results are not theirs") == 1
+    assert tiled.runtime.counters.stats().hits == 0
+
+
+def test_in_the_mode_the_same_kernels_multiply_few_rows_and_many(tiled: Any, moe: Any) -> None:
+    from tuner.errors import NotInvariantError
+    from tuner.runtime.call import invariance
+
+    with invariance.deterministic("batch"), pytest.raises(NotInvariantError):
+        moe(*inputs(dtype=torch.bfloat16))  # grouped products have no kernel here
+    assert not tiled.products.launches
 
 
 def test_rows_are_quantised_on_their_way(

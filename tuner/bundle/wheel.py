@@ -40,7 +40,7 @@ from tuner.base import output
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.prebuilt import ARTIFACTS, KERNELS, LIBRARIES, PACKAGE
-from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
+from tuner.compile.single import SOURCES
 from tuner.errors import ConfigError, TunerError
 from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.kernels import read, users
@@ -167,7 +167,7 @@ def beside_kernels(artifacts: ArtifactCache) -> list[Artifact]:
     """Dispatchers and kernels without a spec that the runtime loads, those built for an older
     glibc than a wheel allows.
     """
-    sourced = (source.find(artifacts) for source in (BLOCK_QUANTISER, EXPERT_ROWS))
+    sourced = (source.find(artifacts) for source in SOURCES)
     libraries = [*dispatcher.built(artifacts), *(one for one in sourced if one is not None)]
     return [
         library for library in libraries if newest_glibc(library.library.read_bytes()) <= MAX_GLIBC

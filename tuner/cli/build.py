@@ -276,6 +276,7 @@ def _build_libraries(
     append = "the kernel that appends to paged caches"
     for text, library, of, fact, value in (
         ("the kernel of experts' rows", single.EXPERT_ROWS, grouped, "op", grouped),
+        ("the products of experts' few rows", single.EXPERT_PRODUCTS, grouped, "op", grouped),
         ("the quantiser of activations", single.BLOCK_QUANTISER, grouped, "scales", "block"),
         (append, single.PAGED_APPEND, attention, "is_paged", True),
     ):

@@ -140,6 +140,17 @@ EXPERT_ROWS = Source(
     ),
 )
 """The rows of a mixture of experts around its products."""
+EXPERT_PRODUCTS = Source(
+    "expert_products.cu",
+    Arguments(
+        tensors=("rows", "weights", "offsets", "places", "order", "tiles", "out"),
+        integers=(
+            *("stage", "slot_count", "top_k", "expert_count", "columns", "depth"),
+            *("row_stride", "tile_rows", "tile_count", "is_narrow", "pdl"),
+        ),
+    ),
+)
+"""Both products of experts that have few rows each."""
 PAGED_APPEND = Source(
     "paged_append.cu",
     Arguments(
@@ -158,3 +169,5 @@ PAGED_APPEND = Source(
     ),
 )
 """New keys and values written to a paged cache, with rotary embedding."""
+SOURCES = BLOCK_QUANTISER, EXPERT_ROWS, EXPERT_PRODUCTS, PAGED_APPEND
+"""All of them."""

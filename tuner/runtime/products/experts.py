@@ -14,7 +14,7 @@ from tuner.problem import SCALE_BLOCK, SIZES
 from tuner.problem.grouped_gemm import Sizes
 from tuner.runtime.call import counters, guards, invariance, serving
 from tuner.runtime.call.refusal import Kind, Refusal
-from tuner.runtime.products import block_scaled, expert_rows, grouped
+from tuner.runtime.products import block_scaled, expert_products, expert_rows, grouped
 
 _INDICES = (torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -40,7 +40,8 @@ def moe(
 
     Rows are copied to their experts, multiplied by `grouped_mm`, gated, and summed by their weights
     in fp32, in the order of a token's experts. A kernel of its own (`tuner build`) moves, gates and
-    sums the rows of bf16. Each product is an own kernel's, or PyTorch's.
+    sums the rows of bf16. Each product is an own kernel's, or PyTorch's. Another kernel has both
+    products of bf16 and the gate, where experts have few rows each.
 
     With scales the weights are e4m3 elements with factors of blocks. Rows are quantised in blocks
     of 128, the copied ones while they are copied and the gated ones while they are gated.
@@ -208,6 +209,8 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
         weights = weights.float()
     quantises = call.down_scale is not None
     offsets, places = rows.place(call.experts.contiguous(), call.down.shape[0])
+    if (outs := _by_tiles(call, offsets, places)) is not None:
+        return rows.combine(outs, places, weights.contiguous())
     copies, factors = rows.copy(call.hidden, places, quantises=quantises)
     pairs = grouped.grouped_mm(
         copies, call.gate_up, offsets,
@@ -221,6 +224,24 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
         sizes=call.sizes, scale_a=factors, scale_b=call.down_scale,
     )  # fmt: skip
     return rows.combine(outs, places, weights.contiguous())
+
+
+def _by_tiles(call: Layer, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
+    """The down product's rows where experts have few; None: the grouped products make them.
+
+    A row's bits must not depend on its expert's other rows in the mode of `tuner.deterministic`,
+    and so not on which kernel has them.
+    """
+    is_plain = call.gate is None and call.down_scale is None and not invariance.is_on()
+    size = expert_products.tile_rows(places.numel(), call.down.shape[0]) if is_plain else 0
+    products = expert_products.by_kernel(call.hidden.device) if size else None
+    if products is None:
+        return None
+    tiles = products.cut(offsets, places, size)
+    outs = products.down(products.up(call.hidden, call.gate_up, tiles), call.down, tiles)
+    for _ in range(2):
+        counters.count_hit()
+    return outs
 
 
 def _gated(call: Layer, gate: OwnGate, halves: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
