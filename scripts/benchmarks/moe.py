@@ -82,7 +82,7 @@ def measured(case: Case, args: Namespace, peers: Peers) -> Row:
 
 
 def forced(rows: int, call: Callable[[], Any]) -> Any:
-    """What a call returns by tiles of so many rows, or by grouped products if there are none."""
+    """Return value of a call by tiles of so many rows, or by grouped products if there are none."""
     from tuner.runtime.products import expert_products
 
     choice = expert_products.tile_rows

@@ -24,7 +24,7 @@ _TENSORS, _INTEGERS = EXPERT_PRODUCTS.arguments.tensors, EXPERT_PRODUCTS.argumen
 TILES = {4: 16, 16: 32, 48: 64}
 """Rows of a tile, by the mean rows of an expert up to which it is the fastest."""
 WARPS, WARP_COLUMNS = 4, 16
-"""Of a thread block; columns of gate and of up, or half of down's, of a warp."""
+"""Warps of a thread block; columns of gate and of up, or half of down's, that each has."""
 BLOCKS = 264
 """Thread blocks below which those of half as many warps are taken: two a multiprocessor."""
 #: Tokens, experts, top k, hidden and inner size that prove it: tiles of one row and of several,
