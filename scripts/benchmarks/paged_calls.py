@@ -83,6 +83,7 @@ def short(config: Config) -> str:
     names = ("warp_groups", "tile_n", "kv_stages", "packed_heads", "box_rows", "splits")
     text = "/".join(str(config.get(name, 1)) for name in names)
     text += " padded" if config.get("pads_heads") else ""
+    text += " filled" if config.get("fills_rows") else ""
     text += " whole" if config.get("whole_rows") else ""
     text += " 3 warps" if config.get("copy_warps") else ""
     text += " regs" if config["q_in_registers"] else ""

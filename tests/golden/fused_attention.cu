@@ -123,6 +123,8 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
 // ... as in the templates
   return (shift + log2f(sum)) * kLn2;
 // ... as in the templates
+  int const here = row - t.m_block * kTileM;
+  if (kClusters && p.is_clustered) return {s.cluster.out + here * ClusterPartials::kRow, s.cluster.statistics + here};
   int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
   return {p.partial + partial * p.head_dim, p.partial_statistics + partial};
 // ... as in the templates
@@ -182,7 +184,11 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
         if (lane + 32 * c < p.head_dim) out_row(p, t, head, seq)[lane + 32 * c] = Out(again.out[c] * norm);
 // ... as in the templates
     Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kTileM>, Int<kD>>{});
-// ... as in the templates
+    Tensor tOrP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});
+    clear(tOrO);
+
+    int const group_row = t.m_block * kTileM + row_group * 64;
+    int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
     float const& scale_log2 = score_scale(p, t.batch, t.head * kPack + row0 % kPack);
 // ... as in the templates
       for (int kk = 0; kk < size<2>(tOrP); ++kk) {
@@ -220,6 +226,8 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
 // ... as in the templates
     unsigned const flagged[2] = {__ballot_sync(kAllLanes, softmax.residual(0, scale_log2) < kLeastResidual),
                                  __ballot_sync(kAllLanes, softmax.residual(1, scale_log2) < kLeastResidual)};
+    if (flagged[0] | flagged[1]) {
+      int const warp_row = again.m_block * kTileM + (threadIdx.x - 128) / 32 % (4 * kRowGroups) * 16;
 // ... as in the templates
     s.tile[round % 2] = t;
     compiler_fence();

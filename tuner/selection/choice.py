@@ -204,7 +204,8 @@ def page_readings(problem: Any, config: Config) -> int:
         return group // math.gcd(packed, group)
     if (queries := problem.seqlen_q) > MAX_DECODED:
         return 1
-    return -(-queries * packed // family(config.family).tile_rows(config))
+    rows = group if config.get("fills_rows") else packed
+    return -(-queries // (family(config.family).tile_rows(config) // rows))
 
 
 def _decoding_pages(

@@ -117,6 +117,7 @@ class FusedAttention(Family):
         "stream_k": (True,),
         "longest_first": (True,),
         "goes_straight": (True,),
+        "fills_rows": (True,),
         "searches": (True,),
         "split_keys": (256, 512, 1024, 2048),
         "carries_parts": (True,),
@@ -127,7 +128,7 @@ class FusedAttention(Family):
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "goes_straight", "longest_first", "rescale", "turn_ends", "split_keys"),
-            *("carries_parts", "clusters_parts", "column_groups", "searches"),
+            *("carries_parts", "clusters_parts", "column_groups", "searches", "fills_rows"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {

@@ -165,12 +165,14 @@ def decoding(config: Config, batch: PagedBatch) -> Decoding:
     packed, blocks = int(config.get("packed_heads", 1)), int(config["blocks_per_sm"])
     heads = batch.heads_kv if config.get("pads_heads") else batch.heads_q // packed
     mean_rows = -(-batch.rows // max(1, batch.batch))
+    group = batch.heads_q // batch.heads_kv
+    rows_of_query = group if config.get("fills_rows") else packed
     return Decoding(
         instance=instance(batch.head_dim),
         tile_n=int(config["tile_n"]),
         blocks_per_sm=blocks,
         places=batch.sm_count * blocks,
-        tiles=heads * batch.batch * -(-mean_rows // (tile_m(config.params) // packed)),
+        tiles=heads * batch.batch * -(-mean_rows // (tile_m(config.params) // rows_of_query)),
         rows=batch.rows * batch.heads_q,
         longest=coarse(batch.longest),
         mean=coarse(batch.mean),
