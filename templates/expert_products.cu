@@ -1,7 +1,8 @@
 // Both products of a mixture of experts whose experts have few rows each, in bf16 with fp32 sums. A *tile* is up to
 // `tile_rows` rows of one expert. Rows, slots and places are those of `expert_rows.cu`.
 //
-//   list  the slot of each row, and the tiles, from the slots' places and the experts' offsets
+//   place the slots' places and the experts' offsets, of up to 512 slots, and what follows
+//   list  the slot of each row, and the tiles
 //   up    silu(gate) * up of each row's token: weights (G, 2 I, H), gate before up
 //   down  the product of each row: weights (G, H, I)
 //
@@ -14,10 +15,11 @@
 // Arguments (their order: tuner/compile/single.py)
 //   rows         bf16, 16-byte aligned: the tokens' (up), or one for each place (down)
 //   weights      bf16, 16-byte aligned, contiguous
-//   offsets      int32, G + 1: first row of each expert, and the last one's end
-//   places       int32, a slot's row or -1 (list)
-//   order        int32, a row's slot (written by list, read by up)
-//   tiles        int32 pairs, expert and first row of each tile; expert -1 behind the last (written by list)
+//   experts      of each slot, int32 or int64; out of range: none (place)
+//   offsets      int32, G + 1: first row of each expert, and the last one's end (written by place)
+//   places       int32, a slot's row or -1 (written by place, read by list)
+//   order        int32, a row's slot (written by place and list, read by up)
+//   tiles        int32 pairs, expert and first row of each tile; expert -1 behind the last (written by both)
 //   out          bf16, 16-byte aligned: a row for each place
 //   stage        as below
 //   slot_count   tokens times slots of a token
@@ -28,6 +30,7 @@
 //   row_stride   between rows, a multiple of 8
 //   tile_rows    16, 32 or 64
 //   tile_count   tiles, or more
+//   width        bytes of an expert's number, 4 or 8 (place)
 //   is_narrow    1: thread blocks of two warps in place of four
 //   pdl          1: launch with programmatic stream serialization
 // Tensors of other stages are null.
@@ -45,10 +48,10 @@ namespace {
 using namespace tuner;
 
 // As `arguments.cu.j2` makes them: a test compares both.
-struct Tensors { void *rows, *weights, *offsets, *places, *order, *tiles, *out; };
-struct Integers { int64_t stage, slot_count, top_k, expert_count, columns, depth, row_stride, tile_rows, tile_count, is_narrow, pdl; };
+struct Tensors { void *experts, *rows, *weights, *offsets, *places, *order, *tiles, *out; };
+struct Integers { int64_t stage, slot_count, top_k, expert_count, columns, depth, row_stride, tile_rows, tile_count, width, is_narrow, pdl; };
 
-enum Stage { kList, kUp, kDown };
+enum Stage { kPlace, kList, kUp, kDown };
 
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kWarp = 32, kVector = 8;
@@ -58,36 +61,78 @@ constexpr int kLine = 2 * kDepth;       // bytes of a row of a step
 constexpr int kChunks = kLine / 16;     // copies of a thread's 16 bytes that make a row
 constexpr int kKnownDevices = 64;
 
-static_assert(kMaxExperts <= kListThreads, "a thread for each expert");
+static_assert(kMaxExperts == kListThreads, "a thread for each expert");
 
 using Element = __nv_bfloat16;
 
-__global__ void __launch_bounds__(kListThreads) list(const int* __restrict__ offsets, const int* __restrict__ places, int* __restrict__ order,
-                                                     int2* __restrict__ tiles, int64_t slots, int experts, int tile_rows, int tile_count) {
-  __shared__ int sums[kListWarps];
-  grid_dependency_wait();
-  grid_dependency_launch();
-  const int64_t slot = int64_t(blockIdx.x) * kListThreads + threadIdx.x;
-  if (slot < slots)
-    if (const int place = places[slot]; place >= 0) order[place] = static_cast<int>(slot);
-  if (blockIdx.x != 0) return;
-  const int own = threadIdx.x, lane = own % kWarp, warp = own / kWarp;
-  const int first = own < experts ? offsets[own] : 0, count = own < experts ? (offsets[own + 1] - first + tile_rows - 1) / tile_rows : 0;
-  int through = count;  // tiles of the experts up to this one
+// Sum of a thread's value and those of the threads before it; `sums` is the block's. All threads call it.
+__device__ __forceinline__ int sum_through(int value, int* sums, int& total) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
-    const int below = __shfl_up_sync(kAll, through, step);
-    if (lane >= step) through += below;
+    const int below = __shfl_up_sync(kAll, value, step);
+    if (lane >= step) value += below;
   }
-  if (lane == kWarp - 1) sums[warp] = through;
   __syncthreads();
-  int total = 0;
+  if (lane == kWarp - 1) sums[warp] = value;
+  __syncthreads();
+  total = 0;
+#pragma unroll
   for (int w = 0; w < kListWarps; ++w) {
-    if (w < warp) through += sums[w];
+    if (w < warp) value += sums[w];
     total += sums[w];
   }
+  return value;
+}
+
+// With `kPlaces` the experts of the slots are given, and one thread block computes offsets and places first.
+template <bool kPlaces>
+__global__ void __launch_bounds__(kListThreads) list(const void* __restrict__ experts, int width, int* __restrict__ offsets, int* __restrict__ places,
+                                                     int* __restrict__ order, int2* __restrict__ tiles, int64_t slots, int experts_count,
+                                                     int tile_rows, int tile_count) {
+  __shared__ int sums[kListWarps], owners[kListThreads], firsts[kMaxExperts];
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int own = threadIdx.x;  // slot, and expert
+  const int64_t slot = int64_t(blockIdx.x) * kListThreads + own;
+  int first = 0, rows = 0, total;
+  if constexpr (kPlaces) {
+    int expert = -1;
+    if (slot < slots) {
+      const int64_t named = width == 8 ? static_cast<const int64_t*>(experts)[slot] : static_cast<const int32_t*>(experts)[slot];
+      if (named >= 0 && named < experts_count) expert = static_cast<int>(named);
+    }
+    owners[own] = expert;
+    __syncthreads();
+    int before = 0;  // slots of the same expert
+    for (int other = 0; other < slots; ++other) {
+      const int owner = owners[other];
+      before += owner == expert && other < own;
+      rows += owner == own;
+    }
+    if (own >= experts_count) rows = 0;
+    const int through = sum_through(rows, sums, total);
+    first = through - rows;
+    firsts[own] = first;
+    if (own == 0) offsets[0] = 0;
+    if (own < experts_count) offsets[own + 1] = through;
+    __syncthreads();
+    const int place = expert < 0 ? -1 : firsts[expert] + before;
+    if (slot < slots) places[slot] = place;
+    if (place >= 0) order[place] = own;
+  } else {
+    if (slot < slots)
+      if (const int place = places[slot]; place >= 0) order[place] = static_cast<int>(slot);
+    if (blockIdx.x != 0) return;
+    if (own < experts_count) {
+      first = offsets[own];
+      rows = offsets[own + 1] - first;
+    }
+  }
+  const int count = (rows + tile_rows - 1) / tile_rows;
+  const int start = sum_through(count, sums, total) - count;
   for (int i = 0; i < count; ++i)
-    if (through - count + i < tile_count) tiles[through - count + i] = make_int2(own, first + i * tile_rows);
+    if (start + i < tile_count) tiles[start + i] = make_int2(own, first + i * tile_rows);
   for (int i = total + own; i < tile_count; i += kListThreads) tiles[i] = make_int2(-1, 0);
 }
 
@@ -269,9 +314,10 @@ cudaError_t launch(Tensors const& tensors, Integers const& call, cudaLaunchConfi
 }
 
 bool valid(Integers const& call) {
-  const bool is_known = call.stage >= kList && call.stage <= kDown && (call.tile_rows == 16 || call.tile_rows == 32 || call.tile_rows == 64);
+  const bool is_known = call.stage >= kPlace && call.stage <= kDown && (call.tile_rows == 16 || call.tile_rows == 32 || call.tile_rows == 64);
   if (!is_known || call.slot_count < 1 || call.slot_count > (1 << 30) || call.top_k < 1 || call.top_k > call.slot_count) return false;
   if (call.expert_count < 1 || call.expert_count > kMaxExperts || call.tile_count < 1 || call.tile_count > (1 << 30)) return false;
+  if (call.stage == kPlace) return call.slot_count <= kListThreads && (call.width == 4 || call.width == 8);
   if (call.stage == kList) return true;
   const bool is_cut = call.columns % kVector != 0 || call.depth % kVector != 0 || call.row_stride % kVector != 0;
   return !is_cut && call.columns >= 1 && call.columns < (1 << 21) && call.depth >= 1 && call.depth < (1 << 21) && call.row_stride >= 0 &&
@@ -292,13 +338,15 @@ cudaError_t launch(Tensors const& tensors, Integers const& call, cudaStream_t st
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = call.pdl != 0;
-  if (call.stage == kList) {
-    if (misses(tensors.places, 4)) return cudaErrorMisalignedAddress;
+  if (call.stage == kPlace || call.stage == kList) {
+    const bool places = call.stage == kPlace;
+    if (misses(tensors.places, 4) || (places && misses(tensors.experts, call.width))) return cudaErrorMisalignedAddress;
     config.gridDim = dim3(static_cast<unsigned>((call.slot_count + kListThreads - 1) / kListThreads));
     config.blockDim = dim3(kListThreads);
-    return cudaLaunchKernelEx(&config, list, static_cast<const int*>(tensors.offsets), static_cast<const int*>(tensors.places),
-                              static_cast<int*>(tensors.order), static_cast<int2*>(tensors.tiles), call.slot_count,
-                              static_cast<int>(call.expert_count), static_cast<int>(call.tile_rows), static_cast<int>(call.tile_count));
+    return cudaLaunchKernelEx(&config, places ? list<true> : list<false>, static_cast<const void*>(tensors.experts), static_cast<int>(call.width),
+                              static_cast<int*>(tensors.offsets), static_cast<int*>(tensors.places), static_cast<int*>(tensors.order),
+                              static_cast<int2*>(tensors.tiles), call.slot_count, static_cast<int>(call.expert_count),
+                              static_cast<int>(call.tile_rows), static_cast<int>(call.tile_count));
   }
   if (misses(tensors.rows, 16) || misses(tensors.weights, 16) || misses(tensors.out, 16)) return cudaErrorMisalignedAddress;
   return call.tile_rows == 16 ? launch<16>(tensors, call, config) : call.tile_rows == 32 ? launch<32>(tensors, call, config) : launch<64>(tensors, call, config);

@@ -88,10 +88,17 @@ class FakeProducts:
         call = dict(zip(arguments.integers, integers, strict=True))
         self.launches.append(call)
         slots, count = call["slot_count"], call["expert_count"]
+        if call["stage"] == 0:
+            from tuner.runtime.products.expert_rows import ComposedRows
+
+            kind = torch.int64 if call["width"] == 8 else torch.int32
+            placed = ComposedRows().place(at(given["experts"], (slots, 1), kind), count)
+            at(given["offsets"], (count + 1,), torch.int32).copy_(placed[0])
+            at(given["places"], (slots, 1), torch.int32).copy_(placed[1])
         offsets = at(given["offsets"], (count + 1,), torch.int32).tolist()
         order = at(given["order"], (slots,), torch.int32)
         tiles = at(given["tiles"], (call["tile_count"], 2), torch.int32)
-        if call["stage"] == 0:
+        if call["stage"] < 2:
             places = at(given["places"], (slots,), torch.int32)
             inside = torch.nonzero(places >= 0).flatten().int()
             order[places[inside].long()] = inside
@@ -111,7 +118,7 @@ class FakeProducts:
     def _product(
         given: Mapping[str, int], call: Mapping[str, int], offsets: Any, order: Any, tiles: Any
     ) -> Any:
-        columns, depth, is_up = call["columns"], call["depth"], call["stage"] == 1
+        columns, depth, is_up = call["columns"], call["depth"], call["stage"] == 2
         shape = call["expert_count"], columns * (1 + is_up), depth
         weights = at(given["weights"], shape, torch.bfloat16)
         height = call["slot_count"] // call["top_k"] if is_up else call["slot_count"]

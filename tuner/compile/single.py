@@ -143,10 +143,10 @@ EXPERT_ROWS = Source(
 EXPERT_PRODUCTS = Source(
     "expert_products.cu",
     Arguments(
-        tensors=("rows", "weights", "offsets", "places", "order", "tiles", "out"),
+        tensors=("experts", "rows", "weights", "offsets", "places", "order", "tiles", "out"),
         integers=(
             *("stage", "slot_count", "top_k", "expert_count", "columns", "depth"),
-            *("row_stride", "tile_rows", "tile_count", "is_narrow", "pdl"),
+            *("row_stride", "tile_rows", "tile_count", "width", "is_narrow", "pdl"),
         ),
     ),
 )

@@ -7,8 +7,9 @@ it. So it serves while most experts' rows are one tile.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,21 +17,25 @@ from tuner.compile.loading import LoadedKernel
 from tuner.compile.single import EXPERT_PRODUCTS
 from tuner.runtime.call import devices
 from tuner.runtime.call.sourced import SourcedKernel
-from tuner.runtime.products.expert_rows import ComposedRows
+from tuner.runtime.products.expert_rows import ComposedRows, LaunchedRows
 
-_LIST, _UP, _DOWN = range(3)
+_PLACE, _LIST, _UP, _DOWN = range(4)
 """Stages of the kernel."""
+_NONE: Mapping[str, Any] = {}
 _TENSORS, _INTEGERS = EXPERT_PRODUCTS.arguments.tensors, EXPERT_PRODUCTS.arguments.integers
 TILES = {4: 16, 16: 32, 48: 64}
 """Rows of a tile, by the mean rows of an expert up to which it is the fastest."""
 WARPS, WARP_COLUMNS = 4, 16
 """Warps of a thread block; columns of gate and of up, or half of down's, that each has."""
+PLACED = 128
+"""Slots up to which the kernel places them faster than that of `expert_rows` does."""
 BLOCKS = 264
 """Thread blocks below which those of half as many warps are taken: two a multiprocessor."""
 #: Tokens, experts, top k, hidden and inner size that prove it: tiles of one row and of several,
 #: experts without any, cut steps and cut blocks of columns.
 _PROVEN = (400, 11, 4, 1160, 520)
 
+Placing = ComposedRows | LaunchedRows
 kernels = SourcedKernel(EXPERT_PRODUCTS, "grouped products multiply experts' few rows")
 
 
@@ -55,13 +60,14 @@ class Tiles(NamedTuple):
     """Rows of each expert, cut into tiles."""
 
     offsets: torch.Tensor
+    places: torch.Tensor
+    """int32 (T, top_k), as of `expert_rows`."""
     order: torch.Tensor
     """int32 (T top_k): slot of each row; anything behind the last."""
     listed: torch.Tensor
     """int32 (tiles or more, 2): expert and first row; expert -1 behind the last."""
     rows: int
     """Rows of a tile at most."""
-    top_k: int
 
 
 class LaunchedProducts:
@@ -74,14 +80,27 @@ class LaunchedProducts:
     def __init__(self, kernel: LoadedKernel) -> None:
         self._kernel = kernel
 
-    def cut(self, offsets: torch.Tensor, places: torch.Tensor, rows: int) -> Tiles:
-        """The tiles of rows that `expert_rows` placed."""
-        slots, count, device = places.numel(), len(offsets) - 1, offsets.device
+    def place(self, experts: torch.Tensor, count: int, rows: int, by: Placing) -> Tiles:
+        """The tiles of contiguous experts, as of `ComposedRows.place`.
+
+        Args:
+            experts: (T, top_k), int32 or int64; in any range.
+            count: number of experts.
+            rows: rows of a tile.
+            by: places more slots than `PLACED`.
+        """
+        slots, device = experts.numel(), experts.device
         most = min(slots, count + slots // rows)
         order = torch.empty(slots, dtype=torch.int32, device=device)
         listed = torch.empty(most, 2, dtype=torch.int32, device=device)
-        tiles = Tiles(offsets, order, listed, rows, places.shape[1])
-        self._launch(_LIST, tiles, {"places": places})
+        if slots > PLACED:
+            tiles = Tiles(*by.place(experts, count), order, listed, rows)
+            self._launch(_LIST, tiles)
+        else:
+            offsets = torch.empty(count + 1, dtype=torch.int32, device=device)
+            places = torch.empty(experts.shape, dtype=torch.int32, device=device)
+            tiles = Tiles(offsets, places, order, listed, rows)
+            self._launch(_PLACE, tiles, {"experts": experts}, {"width": experts.element_size()})
         return tiles
 
     def up(self, hidden: torch.Tensor, gate_up: torch.Tensor, tiles: Tiles) -> torch.Tensor:
@@ -111,16 +130,24 @@ class LaunchedProducts:
         self,
         stage: int,
         tiles: Tiles,
-        tensors: dict[str, torch.Tensor],
-        sizes: dict[str, int] | None = None,
+        tensors: Mapping[str, torch.Tensor] = _NONE,
+        sizes: Mapping[str, int] = _NONE,
     ) -> None:
-        named = {"offsets": tiles.offsets, "order": tiles.order, "tiles": tiles.listed, **tensors}
+        named = {
+            **{"offsets": tiles.offsets, "places": tiles.places, "order": tiles.order},
+            **{"tiles": tiles.listed, **tensors},
+        }
         integers = {
             **dict.fromkeys(_INTEGERS, 0),
-            **{"stage": stage, "slot_count": len(tiles.order), "top_k": tiles.top_k, "pdl": 1},
+            **{
+                "stage": stage,
+                "slot_count": len(tiles.order),
+                "top_k": tiles.places.shape[1],
+                "pdl": 1,
+            },
             **{"expert_count": len(tiles.offsets) - 1, "tile_rows": tiles.rows},
             **{"tile_count": len(tiles.listed)},
-            **(sizes or {}),
+            **sizes,
         }
         addresses, ordered, _ = EXPERT_PRODUCTS.arguments.ordered(
             {name: named[name].data_ptr() if name in named else 0 for name in _TENSORS},
@@ -154,7 +181,9 @@ def _is_proven(kernel: LoadedKernel, device: torch.device) -> bool:
         experts = torch.randint(-1, count - 1, (used, top_k), generator=generator, device=device)
         experts[: used // 2].clamp_(max=1)  # two have many rows, the last has none
         offsets, places = rows.place(experts, count)
-        tiles = own.cut(offsets, places, size)
+        tiles = own.place(experts, count, size, rows)
+        if not (torch.equal(tiles.offsets, offsets) and torch.equal(tiles.places, places)):
+            return False
         products = own.up(near, gate_up, tiles)
         outs = own.down(products, down, tiles)
         copies, ends = rows.copy(near, places).float(), offsets.tolist()

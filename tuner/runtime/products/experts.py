@@ -208,9 +208,9 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
     if weights.dtype not in (torch.bfloat16, torch.float32):
         weights = weights.float()
     quantises = call.down_scale is not None
+    if (products := _products(call)) is not None:
+        return _tiled(call, products, rows, weights)
     offsets, places = rows.place(call.experts.contiguous(), call.down.shape[0])
-    if (outs := _by_tiles(call, offsets, places)) is not None:
-        return rows.combine(outs, places, weights.contiguous())
     copies, factors = rows.copy(call.hidden, places, quantises=quantises)
     pairs = grouped.grouped_mm(
         copies, call.gate_up, offsets,
@@ -226,22 +226,34 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
     return rows.combine(outs, places, weights.contiguous())
 
 
-def _by_tiles(call: Layer, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
-    """The down product's rows where experts have few; None: the grouped products make them.
+def _tile_rows(call: Layer) -> int:
+    return expert_products.tile_rows(call.experts.numel(), call.down.shape[0])
+
+
+def _products(call: Layer) -> expert_products.LaunchedProducts | None:
+    """The kernel of both products where experts have few rows; None: grouped products.
 
     A row's bits must not depend on its expert's other rows in the mode of `tuner.deterministic`,
     and so not on which kernel has them.
     """
-    is_plain = call.gate is None and call.down_scale is None and not invariance.is_on()
-    size = expert_products.tile_rows(places.numel(), call.down.shape[0]) if is_plain else 0
-    products = expert_products.by_kernel(call.hidden.device) if size else None
-    if products is None:
+    if call.gate is not None or call.down_scale is not None or invariance.is_on():
         return None
-    tiles = products.cut(offsets, places, size)
+    return expert_products.by_kernel(call.hidden.device) if _tile_rows(call) else None
+
+
+def _tiled(
+    call: Layer,
+    products: expert_products.LaunchedProducts,
+    rows: expert_rows.LaunchedRows,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The layer by tiles of experts' rows."""
+    experts = call.experts.contiguous()
+    tiles = products.place(experts, len(call.down), _tile_rows(call), rows)
     outs = products.down(products.up(call.hidden, call.gate_up, tiles), call.down, tiles)
     for _ in range(2):
         counters.count_hit()
-    return outs
+    return rows.combine(outs, tiles.places, weights.contiguous())
 
 
 def _gated(call: Layer, gate: OwnGate, halves: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
