@@ -12,7 +12,7 @@ from typing import Any
 from tuner.base.processes import python_command, python_environment
 from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, CompileError
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Provenance, Regime, Status
@@ -119,7 +119,6 @@ def compile_specs(specs: Iterable[KernelSpec], *, serves: bool = False) -> None:
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
-    from tuner.errors import CompileError
     from tuner.selection.kernels import path_of, update
     from tuner.tuning.built import BuiltKernels
 

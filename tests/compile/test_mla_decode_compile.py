@@ -77,7 +77,9 @@ CASES = {
     "a sequence of twelve parts": (20, 2, 64, 12, 0, 0, 770, 3),
     "nothing is divided": (20, 2, 64, 2, 1, 4, 100, 330, 64),
 }
+#: In every run; the others with ``scripts/test --long``.
 USUAL = {"pages of 16, a sequence of three parts", "two blocks of heads, pages of 48"}
+USUAL |= {"a stage is free before it was read", "factors are those of the tile before"}
 #: Faults of the template.
 MUTANTS = {
     "what lies behind a sequence is added": ("clear_behind(item, tile, kGroup);", ""),
@@ -185,14 +187,17 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 
 @pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", CASES)
-def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
+def test_an_emulated_kernel_is_right(
+    compiler: Compiler, case: str, tmp_path: Path, long_mode: bool
+) -> None:
     kernels = [CHUNKS, WHOLE, *QUANTISED]
     if case.startswith("two blocks"):
-        kernels += [PAIR, WHOLE_PAIR]
+        kernels = [*kernels, PAIR, WHOLE_PAIR] if long_mode else [PAIR, WHOLE_PAIR]
     for spec in kernels:
         assert emulated(spec, CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
 
 
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     case = (16, 4, 64, 1, 1, 0, 610, 0, 3)
@@ -200,6 +205,7 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
     assert emulated(CHUNKS, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""
 
 
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("name", QUANTISED_MUTANTS)
 def test_the_emulator_finds_what_is_wrong_with_quantised_rows(
     compiler: Compiler, name: str, tmp_path: Path

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ import sqlalchemy as sa
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
-from tuner.store import migrate, open_store
+from tuner.store import Store, migrate, open_store
 
 STREAM = 77
 
@@ -73,6 +74,13 @@ def migrated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrate, "upgrade", take_over)
         yield
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty store in a file."""
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as opened:
+        yield opened
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))

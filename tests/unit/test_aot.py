@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from tuner.families.base import Family, KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.choose import Runners
-from tuner.store import Store, open_store
+from tuner.store import Store
 from tuner.tuning.aot import Wanted, wanted
 from tuner.tuning.sweep import SweepOptions
 
@@ -55,12 +55,6 @@ class Tiles(Toy):
 
 def catalogue(op: str) -> Mapping[str, Family]:
     return {"tiles": Tiles()} if op == "gemm" else {}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as opened:
-        yield opened
 
 
 def tiles(store: Store, problems: Sequence[Problem], **more: Any) -> list[int]:

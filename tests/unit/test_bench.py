@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +26,6 @@ from bench_machines import (
     measured,
     task,
 )
-from programs import ran
 
 from benchmarks import __main__ as bench_main
 from tuner.base.processes import Interrupted
@@ -42,7 +40,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure import device
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Status
-from tuner.problem import PROBLEMS, AttentionProblem
+from tuner.problem import AttentionProblem
 from tuner.runners import choose
 from tuner.selection.reader import Entry
 from tuner.store import open_store
@@ -342,16 +340,6 @@ def test_wrong_input_is_one_line(
 def test_an_operation_without_a_suite_wants_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "softmax"]) == 2
     assert "--shape" in capsys.readouterr().err
-
-
-def test_the_script_names_what_it_can_run() -> None:
-    script = Path(__file__).parents[2] / "scripts" / "bench"
-    done = ran(script, "nope", code=None)
-    assert done.returncode == 2 and done.stderr.startswith("unknown benchmark 'nope'")
-    offered = done.stderr.partition("one of: ")[2].split()
-    assert offered[: len(PROBLEMS)] == sorted(PROBLEMS)
-    modules = [importlib.import_module(f"benchmarks.{name}") for name in offered[len(PROBLEMS) :]]
-    assert all(hasattr(m, "BENCH") or callable(m.main) for m in modules)
 
 
 def test_a_benchmark_s_error_is_one_line(

@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +29,6 @@ from tuner.store.sql_jobs import Jobs
 from tuner.tuning.controller import Controller, Pulse
 
 ONE, TWO = (GemmProblem(size, size, size) for size in (128, 256))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(str(tmp_path / "s.sqlite")) as made:
-        yield made
 
 
 def drained(store: Store, replays: Replays | None = None, **options: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from programs import ran
+from stored import final
 
 from tuner import settings
 from tuner.cli import entries as commands
@@ -29,7 +30,6 @@ from tuner.measurement import (
     Provenance,
     Regime,
     Resources,
-    Status,
 )
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.selection import describe
@@ -49,23 +49,11 @@ CUDNN = Config("vendor_sdpa", {"backend": "cudnn"})
 
 
 def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> Measurement:
-    own = config.family != "vendor_sdpa"
-    return Measurement(
-        problem=PROBLEM,
-        config=config,
-        gpu=H200,
-        regime=WARM,
-        status=Status.OK,
-        environment=Environment({"driver": "580.159", "cuda": "13.0"}),
-        latency_us=latency_us,
-        std_us=0.13,
-        rounds=20,
-        is_final=True,
-        error=2.7e-4,
-        artifacts={"main": "a" * 32} if own else {},
-        resources={"main": Resources(168, 4, 8, 16, 1024)} if own else {},
-        clocks=Clocks(1755, 3201, 61, 689.5, ("sw_power_cap",)),
-    ).but(**changes)
+    own = {"artifacts": {"main": "a" * 32}, "resources": {"main": Resources(168, 4, 8, 16, 1024)}}
+    facts: dict[str, Any] = own if config.family != "vendor_sdpa" else {}
+    facts |= {"environment": Environment({"driver": "580.159", "cuda": "13.0"}), "error": 2.7e-4}
+    facts["clocks"] = Clocks(1755, 3201, 61, 689.5, ("sw_power_cap",))
+    return final(config, latency_us, PROBLEM, **{**facts, "std_us": 0.13, **changes})
 
 
 @pytest.fixture(autouse=True)

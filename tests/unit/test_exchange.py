@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import final
 
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -42,28 +43,13 @@ Document = dict[str, Any]
 
 
 def measured(config: Config = OWN, latency_us: float = 13.0, **changes: Any) -> Measurement:
-    return Measurement(
-        problem=PROBLEM,
-        config=config,
-        gpu=H200,
-        regime=WARM,
-        status=Status.OK,
-        environment=Environment({"driver": "580.159", "power_limit_w": 700}),
-        latency_us=latency_us,
-        std_us=0.125,
-        rounds=20,
-        is_final=True,
-        artifacts={} if config == CUDNN else {"main": "0123456789abcdef" * 2},
-        resources={} if config == CUDNN else {"main": Resources(168, 0, 0, 0, 64)},
-        clocks=Clocks(1755, 3201, 61, 689.5, ("sw_power_cap",)),
-        created_at="2026-10-01T12:00:00.123+00:00",
-    ).but(**changes)
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://") as made:
-        yield made
+    own = {"artifacts": {"main": "0123456789abcdef" * 2}}
+    facts: dict[str, Any] = {} if config == CUDNN else own
+    facts |= {} if config == CUDNN else {"resources": {"main": Resources(168, 0, 0, 0, 64)}}
+    facts["environment"] = Environment({"driver": "580.159", "power_limit_w": 700})
+    facts["clocks"] = Clocks(1755, 3201, 61, 689.5, ("sw_power_cap",))
+    facts |= {"std_us": 0.125, "created_at": "2026-10-01T12:00:00.123+00:00"}
+    return final(config, latency_us, PROBLEM, **{**facts, **changes})
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tuner.runners.replay import ReplayRunner
 from tuner.search import expectation, history
 from tuner.search.expectation import Credit, Expectation
 from tuner.search.study import EFFORTS
-from tuner.store import Store, open_store
+from tuner.store import Store
 from tuner.tuning.outcome import Outcome
 from tuner.tuning.progress import Watcher
 from tuner.tuning.sweep import Sweep, SweepOptions
@@ -24,12 +23,6 @@ from tuner.tuning.sweep import Sweep, SweepOptions
 FOUR = Expectation("gemm", "quick", 4, 5, 200.0, 300.0, 0.001, 0.02)
 CREDITS = (Credit(1, 0.5, 0.8, 30), Credit(5, 0.25, 0.5, 30))
 SIXTEEN = Expectation("gemm", "quick", 16, 5, 50.0, 70.0, 0.001, 0.02)
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://") as opened:
-        yield opened
 
 
 @pytest.fixture

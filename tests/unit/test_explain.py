@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from shipped_recordings import FILES, read_once
+from stored import final
 
 from tuner import cli
 from tuner.cli.explain import explanation_text
@@ -15,7 +16,7 @@ from tuner.config import Config
 from tuner.families import families, families_of, family
 from tuner.families.gemm import Gemm
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources, Status
+from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources
 from tuner.problem import (
     AttentionProblem,
     GemmProblem,
@@ -54,28 +55,12 @@ def gemm(**changes: str | int | bool) -> Config:
 
 
 def measured(
-    config: Config,
-    us: float,
-    problem: Problem = GEMM,
-    *,
-    is_final: bool = False,
-    registers: int = 168,
+    config: Config, us: float, problem: Problem = GEMM, is_final: bool = False, registers: int = 168
 ) -> Measurement:
-    return Measurement(
-        problem,
-        config,
-        DEFAULT_GPU,
-        Regime.default(problem.op),
-        Status.OK,
-        environment=ENVIRONMENT,
-        latency_us=us,
-        std_us=0.001 * us,
-        rounds=20,
-        is_final=is_final,
-        resources={"gemm": Resources(registers, 0, 0, 0)},
-        clocks=Clocks(1455),
-        created_at="2026-11-20T10:00:00+00:00",
-    )
+    facts = {"environment": ENVIRONMENT, "clocks": Clocks(1455), "is_final": is_final}
+    facts["created_at"] = "2026-11-20T10:00:00+00:00"
+    resources = {"gemm": Resources(registers, 0, 0, 0)}
+    return final(config, us, problem, **facts, std_us=0.001 * us, resources=resources)
 
 
 def subject(*found: Measurement) -> ReportSubject:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from mutants import CODE, MARK, Raw, as_config, is_declared, mutants, words_of
 from shipped_recordings import FILES, read_once
+from stored import final
 
 from tuner.base import resources
 from tuner.cli import main
@@ -23,7 +24,7 @@ from tuner.errors import ConfigError, RenderError
 from tuner.families import families, family
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime, Status
+from tuner.measurement import Measurement, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.shipped import shipped_index
 from tuner.service.bodies import JobRequest
@@ -72,18 +73,7 @@ def legal(name: str, text: str) -> tuple[Problem, list[Config]]:
 
 
 def measured(problem: Problem, config: Config, **changes: Any) -> Measurement:
-    return Measurement(
-        problem,
-        config,
-        DEFAULT_GPU,
-        Regime.default(problem.op),
-        Status.OK,
-        latency_us=10.0,
-        std_us=0.1,
-        rounds=20,
-        is_final=True,
-        created_at="2026-01-01T00:00:00+00:00",
-    ).but(**changes)
+    return final(config, 10.0, problem, **{"created_at": "2026-01-01T00:00:00+00:00", **changes})
 
 
 # --- the generator ---

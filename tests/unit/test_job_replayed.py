@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
 from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
-from tuner.store import Store, open_store
+from tuner.store import Store
 from tuner.tuning.job import (
     Job,
     JobOptions,
@@ -27,12 +27,6 @@ from tuner.tuning.job import (
 )
 from tuner.tuning.progress import Interruption, SweepState, Watcher
 from tuner.tuning.sweep import SweepOptions
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as opened:
-        yield opened
 
 
 class OneRunner:

@@ -6,7 +6,7 @@ import math
 import signal
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,12 +23,6 @@ from tuner.search.samplers import KERNEL
 from tuner.search.storage import StudyStorage, open_storage
 from tuner.store import Store, open_store
 from tuner.tuning.progress import Interruption
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite:///:memory:") as opened:
-        yield opened
 
 
 @pytest.fixture(params=["sqlite", "journal"])

@@ -9,13 +9,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from stored import final
 
 from tuner import cli
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure import profile
 from tuner.measure.profile import Profile
-from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.measurement import Environment, Measurement, Regime
 from tuner.problem import AttentionProblem
 from tuner.report import analysis, charts, curves, lengths, page, pictures, spec
 from tuner.report.explain import COUNTED, explain
@@ -35,19 +36,7 @@ CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "f
 
 
 def measured(problem: AttentionProblem, config: Config, us: float) -> Measurement:
-    return Measurement(
-        problem,
-        config,
-        DEFAULT_GPU,
-        REGIME,
-        Status.OK,
-        environment=Environment({"driver": "580"}),
-        latency_us=us,
-        std_us=0.01,
-        rounds=20,
-        is_final=True,
-        created_at="2026-11-21T10:00:00+00:00",
-    )
+    return final(config, us, problem, environment=Environment({"driver": "580"}), std_us=0.01)
 
 
 def entry(problem: AttentionProblem, own: float, cudnn: float, flash: float) -> Entry:

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 from programs import ran
+from stored import final
 
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.selection.reader import (
     LookupResult,
@@ -45,17 +46,9 @@ HERE = Environment({"driver": "580.159", "cuda": "13.0"})
 
 
 def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> Measurement:
-    return Measurement(
-        problem=PROBLEM,
-        config=config,
-        gpu=H200,
-        regime=WARM,
-        status=Status.OK,
-        environment=HERE,
-        latency_us=latency_us,
-        is_final=True,
-        artifacts={} if config == CUDNN else {"main": "a" * 32},
-    ).but(**changes)
+    artifacts = {} if config == CUDNN else {"main": "a" * 32}
+    facts = {"environment": HERE, "artifacts": artifacts, "std_us": None, "rounds": 0}
+    return final(config, latency_us, PROBLEM, **{**facts, **changes})
 
 
 def decide(store: Store, *ranking: Measurement, sweep: str = "s") -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stored import final
 from toy_attention import OWN, Toy, toy_family
 
 from tuner.cli import main
@@ -38,19 +39,9 @@ toy = toy_family  # for every test here
 
 
 def measured(config: Config, us: float, **changes: Any) -> Measurement:
-    return Measurement(
-        problem=PROBLEM,
-        config=config,
-        gpu=H200,
-        regime=WARM,
-        status=Status.OK,
-        environment=BEFORE,
-        latency_us=us,
-        std_us=us / 1000,
-        rounds=20,
-        is_final=True,
-        artifacts={} if is_vendor(config) else {"attention": config.digest * 2},
-    ).but(**changes)
+    artifacts = {} if is_vendor(config) else {"attention": config.digest * 2}
+    facts = {"environment": BEFORE, "std_us": us / 1000, "artifacts": artifacts}
+    return final(config, us, PROBLEM, **{**facts, **changes})
 
 
 class FakeRunner:

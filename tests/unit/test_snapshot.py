@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import final
 
 from tuner.config import Config
 from tuner.errors import StoreError
 from tuner.hardware import GPUS
-from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import AttentionProblem
 from tuner.selection.reader import entries, lookup
 from tuner.selection.snapshot import take, unpack
@@ -25,17 +26,8 @@ OWN = Config("fused_attention", {"tile_n": 999})
 
 
 def measured(config: Config, us: float, problem: Any = PROBLEM, **changes: Any) -> Measurement:
-    return Measurement(
-        problem,
-        config,
-        H200,
-        WARM,
-        Status.OK,
-        latency_us=us,
-        is_final=problem == PROBLEM,
-        artifacts={"attention": "a" * 32},
-        log="as it was compiled",
-    ).but(**changes)
+    facts = {"is_final": problem == PROBLEM, "artifacts": {"attention": "a" * 32}}
+    return final(config, us, problem, **{**facts, "log": "as it was compiled", **changes})
 
 
 @pytest.fixture

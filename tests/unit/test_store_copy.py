@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from stored import final
 
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import StoreError
 from tuner.hardware import GPUS
-from tuner.measurement import Environment, Measurement, Regime, Resources, Status
+from tuner.measurement import Environment, Measurement, Regime, Resources
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.copy import copy
@@ -23,23 +24,16 @@ PROBLEM = AttentionProblem.parse("S=1024,D=64")
 
 
 def measured(tile: int, **changes: object) -> Measurement:
-    return Measurement(
-        PROBLEM,
-        Config("cutlass_fmha", {"tile_m": tile}),
-        H200,
-        WARM,
-        Status.OK,
-        environment=Environment({"driver": "580", "power_limit_w": 700}),
-        latency_us=10.0 + tile / 7,
-        std_us=0.1,
-        rounds=20,
-        is_final=True,
-        error=2.7e-4,
-        workspace_bytes=2**40,
-        resources={"main": Resources(168, 0, 0, 0, 0)},
-        log="zwei Zeilen\nµs",
-        sweep="sweep1",
-    ).but(**changes)
+    facts = {
+        "environment": Environment({"driver": "580", "power_limit_w": 700}),
+        "error": 2.7e-4,
+        "workspace_bytes": 2**40,
+        "resources": {"main": Resources(168, 0, 0, 0, 0)},
+        "log": "zwei Zeilen\nµs",
+        "sweep": "sweep1",
+    }
+    config = Config("cutlass_fmha", {"tile_m": tile})
+    return final(config, 10.0 + tile / 7, PROBLEM, **{**facts, **changes})
 
 
 def fill(store: Store, quick: int = 50) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -44,12 +44,6 @@ from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
 from tuner.tuning.sweep import Sweep, SweepOptions
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as opened:
-        yield opened
 
 
 def test_a_toy_family_is_swept_to_its_optimum(store: Store) -> None:

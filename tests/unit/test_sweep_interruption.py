@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +12,9 @@ from toys import BEST, GEMM, REGIME, CountingRunner, catalogue, recording, sweep
 from tuner.errors import BenchmarkError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement
-from tuner.store import Store, open_store
+from tuner.store import Store
 from tuner.tuning.progress import Interruption
 from tuner.tuning.sweep import Sweep, SweepOptions
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as opened:
-        yield opened
 
 
 class TestInterruption:

@@ -4,7 +4,7 @@ answer before anything is waited for. Every second is the test's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from tuner.problem import Problem
 from tuner.search import expectation, history
 from tuner.search.storage import open_storage
 from tuner.search.study import EFFORTS
-from tuner.store import Store, open_store
+from tuner.store import Store
 from tuner.store.entry import Entry
 from tuner.tuning import competition, finals
 from tuner.tuning.budget import Budget
@@ -44,12 +44,6 @@ class Notes(Watcher):
 
     def note(self, text: str) -> None:
         self.texts.append(text)
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://") as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from stored import final
 
 from tuner.cli.result import outcome_text
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, versus
+from tuner.measurement import Environment, Measurement, Provenance, Regime, versus
 from tuner.problem import AttentionProblem
 from tuner.search.ranking import rank
 from tuner.selection.describe import against_fastest, answer_text, list_text, speedups_text
@@ -22,17 +23,7 @@ CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "f
 
 
 def measured(config: Config, us: float) -> Measurement:
-    return Measurement(
-        PROBLEM,
-        config,
-        DEFAULT_GPU,
-        Regime(),
-        Status.OK,
-        latency_us=us,
-        std_us=0.1,
-        rounds=20,
-        is_final=True,
-    )
+    return final(config, us, PROBLEM)
 
 
 def entry(own: float, cudnn: float, flash: float = 15.0) -> Entry:

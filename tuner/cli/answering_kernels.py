@@ -56,13 +56,7 @@ def build(
     """
     from tuner.selection.answering import needed
 
-    own = [row for row in rows if row.answer.config is not None]
-    if not own:
-        names = ", ".join(dict.fromkeys(row.answer.by for row in rows))
-        raise NoValidConfigError(
-            f"nothing to build: {names} answers {rows[0].answer.problem.label()} on {gpu.name}"
-            + (f" and {len(rows) - 1} further problems" if rows[1:] else "")
-        )
+    own = _own(rows, gpu)
     legal = [row for row in own if _is_legal(row.answer, gpu)]
     shares = dict(needed(legal))
     compiled = {spec for spec in shares if compiler.cached(spec) is not None}
@@ -73,12 +67,9 @@ def build(
         "compiled already"
     )
     if dry_run:
-        first = {
-            spec: row.answer for row in reversed(legal) for spec in row.answer.kernels.values()
-        }
+        firsts = {spec: row.answer for row in legal[::-1] for spec in row.answer.kernels.values()}
         for spec, part in shares.items():
-            text = "compiled" if spec in compiled else "missing "
-            answer = first[spec]
+            text, answer = "compiled" if spec in compiled else "missing ", firsts[spec]
             print(f"{text}  {100 * part:4.1f} %  {answer.by} for {answer.problem.label()}")
         return BuildResult(len(compiled), [], [])
     beside = threading.Thread(target=libraries, name="tuner-libraries", daemon=True)
@@ -112,6 +103,22 @@ class BuildResult(NamedTuple):
     """Answers that lack a kernel."""
     course: list[tuple[float, float]]
     """Seconds since the command began, and the answered part of own kernels' time, by kernel."""
+
+
+def _own(rows: Sequence[AnswerRow], gpu: Gpu) -> list[AnswerRow]:
+    """Rows that an own kernel answers.
+
+    Raises:
+        NoValidConfigError: when there are none.
+    """
+    own = [row for row in rows if row.answer.config is not None]
+    if not own:
+        names = ", ".join(dict.fromkeys(row.answer.by for row in rows))
+        raise NoValidConfigError(
+            f"nothing to build: {names} answers {rows[0].answer.problem.label()} on {gpu.name}"
+            + (f" and {len(rows) - 1} further problems" if rows[1:] else "")
+        )
+    return own
 
 
 def _is_legal(answer: Answering, gpu: Gpu) -> bool:

@@ -142,10 +142,6 @@ def run(args: argparse.Namespace) -> int:
         CompileError: without a compiler.
         StoreError: when the store or the artifact cache cannot be opened or written.
     """
-    from tuner.compile.artifacts import ArtifactCache
-    from tuner.compile.compiler import Compiler
-    from tuner.compile.toolchain import find_toolchain
-
     refuse_options(args)
     of_problems = args.model is not None or args.problems is not None
     if args.stored and (args.portfolio or of_problems):
@@ -156,8 +152,14 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option):
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} is not for entries (allowed: with --portfolio)")
-    if of_problems:
-        return _answers(args)
+    return _answers(args) if of_problems else _build_entries(args)
+
+
+def _build_entries(args: argparse.Namespace) -> int:
+    """Build the kernels of entries; those of a problem without one as `_answers` does."""
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import find_toolchain
+
     with open_store(args.store) as store:
         entries = list(_entries(store, args))
         if args.shape and not (entries or args.stored):
@@ -203,7 +205,6 @@ def _answers(args: argparse.Namespace) -> int:
     """Build the kernels that answer the calls of a model or a list, or the problem of --shape."""
     from tuner.base.limits import cpu_count
     from tuner.cli import answering_kernels
-    from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
     from tuner.measure.device import detect
@@ -288,7 +289,6 @@ def _build_libraries(
 def _portfolio(args: argparse.Namespace) -> int:
     """Build the kernels of the shipped portfolio."""
     from tuner.cli.portfolio import build
-    from tuner.compile.artifacts import ArtifactCache
 
     if args.json:
         raise ConfigError("--json is not for --portfolio (allowed: for entries)")

@@ -11,7 +11,7 @@ from typing import Any
 
 from tuner import settings
 from tuner.cli.arguments import add_result, problem_of
-from tuner.cli.entries import known_entries
+from tuner.cli.entries import imported_text, known_entries, unservable
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.measurement import Provenance
 from tuner.problem import PROBLEMS
@@ -118,7 +118,6 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
 
 def _install(args: argparse.Namespace) -> int:
     from tuner.bundle import install
-    from tuner.cli.entries import imported_text, unservable
     from tuner.compile.artifacts import ArtifactCache
 
     if len(args.words) != 2:

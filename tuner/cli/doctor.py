@@ -20,7 +20,7 @@ from tuner.errors import CompileError, ConfigError, StoreError, TunerError
 from tuner.families.peers.installed import PEERS
 from tuner.hardware import HOPPER, OLDEST_CAPABILITY, Gpu
 from tuner.problem import Problem
-from tuner.selection.kernels import BUILD, PROVE, lists
+from tuner.selection.kernels import BUILD, PROVE, lists, read
 from tuner.store.faults import is_busy, store_error
 
 OK, MISSING, NOTE = "ok", "missing", "note"
@@ -389,8 +389,6 @@ def _temporary() -> Finding:
 
 def _prebuilt() -> Iterator[Finding]:
     """Findings about the wheels of prebuilt kernels that are installed."""
-    from tuner.compile import prebuilt
-
     for path in prebuilt.kernel_lists():
         yield _wheel(path)
 
@@ -398,7 +396,6 @@ def _prebuilt() -> Iterator[Finding]:
 def _wheel(path: Path) -> Finding:
     """Finding about the wheel that a kernel list is of."""
     import tuner
-    from tuner.selection.kernels import read
 
     distribution = prebuilt.DISTRIBUTION + path.stem.removeprefix("kernels").replace("_", "-")
     name, advice = "prebuilt kernels", install_command(distribution)

@@ -19,7 +19,7 @@ from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
-from tuner.problem import Problem
+from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
     from tuner.runners.base import Runner
@@ -133,8 +133,6 @@ def draw(
 
     Stops with fewer after 100,000 draws, because a small space may not have more.
     """
-    from tuner.problem import PROBLEMS
-
     problems = [PROBLEMS[family.op].parse(text) for text in SHAPES[family.op]]
     spaces = [(p, space) for p in problems if (space := family.space(p, gpu))]
     accepted: dict[str, SampledConfig] = {}

@@ -19,7 +19,7 @@ from tuner.families.by_operation import OPERATIONS, WITHOUT_PORTFOLIO, rules
 from tuner.families.target import Target
 from tuner.hardware import HOPPER
 from tuner.selection.kernel_list import KernelList, source_of
-from tuner.selection.portfolio import Portfolio
+from tuner.selection.portfolio import Portfolio, everywhere, serving, shipped
 from tuner.selection.reader import find_gpu
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
     Raises:
         ConfigError: when there is none.
     """
-    from tuner.selection.portfolio import everywhere, serving, shipped
-
     every = shipped()
     here = serving(every, find_gpu(gpu, [p.gpu for p in every])) if gpu else everywhere()
     portfolios = [portfolio for portfolio in here if op in (None, portfolio.op)]

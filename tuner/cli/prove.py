@@ -21,7 +21,7 @@ from tuner.families.target import Target
 from tuner.hardware import DEFAULT_GPU, HOPPER, Gpu
 from tuner.problem import PROBLEMS
 from tuner.selection.kernel_list import KernelList
-from tuner.selection.kernels import BUILD
+from tuner.selection.kernels import BUILD, PROVE, current, shipped_kernels, targets
 from tuner.selection.portfolio import everywhere
 
 if TYPE_CHECKING:
@@ -117,9 +117,6 @@ def run(args: argparse.Namespace) -> int:
         StoreError: when a kernel list cannot be written.
     """
     from tuner.measure import device
-    from tuner.measure.worker_client import WorkerClient
-    from tuner.tuning.progress import Interruption
-    from tuner.tuning.proof import Prover
 
     if args.carry:
         return _carry()
@@ -137,11 +134,22 @@ def run(args: argparse.Namespace) -> int:
     for todo in plans:
         say(_counts(todo))
     faults = [fault for todo in plans for fault in todo.failed]
-    remaining = 0
     if args.dry_run:
         _name(faults)
         return DONE
-    started = time.monotonic()
+    return _prove_lists(args, gpu, plans, faults)
+
+
+def _prove_lists(
+    args: argparse.Namespace, gpu: Gpu, plans: Sequence[ProofPlan], faults: list[str]
+) -> int:
+    """Prove the kernels of some lists by `--processes` workers, until the time is over."""
+    from tuner.measure import device
+    from tuner.measure.worker_client import WorkerClient
+    from tuner.tuning.progress import Interruption
+    from tuner.tuning.proof import Prover
+
+    started, remaining = time.monotonic(), 0
     workers = [WorkerClient(args.device) for _ in range(args.processes)]
     try:
         with Interruption() as interruption:
@@ -236,7 +244,6 @@ def _carry() -> int:
     Raises:
         ConfigError: when nothing is built.
     """
-    from tuner.selection.kernels import PROVE, shipped_kernels
     from tuner.tuning.proof import carry
 
     for path in _current(None):
@@ -255,7 +262,6 @@ def _export(folder: Path) -> int:
         ConfigError: when the folder is missing, nothing is built, or a file cannot be read.
         StoreError: when a file cannot be written.
     """
-    from tuner.selection.kernels import targets
     from tuner.tuning.proof import export
 
     if not folder.is_dir():
@@ -299,8 +305,6 @@ def _current(capability: str | None) -> dict[Path, KernelList]:
     Raises:
         ConfigError: when there is none.
     """
-    from tuner.selection.kernels import BUILD, current
-
     lists = current(lambda text: say(f"tuner: {text}"))
     fitting = {path: rows for path, rows in lists.items() if capability in (None, rows.capability)}
     if not fitting:
@@ -328,8 +332,6 @@ def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
     Raises:
         ConfigError: when none is of the family, or has the texts, that are named.
     """
-    from tuner.selection.kernels import BUILD, targets
-
     known_targets = [
         target
         for portfolio in everywhere()

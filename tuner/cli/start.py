@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from tuner.cli.doctor import MISSING, NOTE, Finding
+from tuner.cli.doctor import MISSING, NOTE, Finding, conclude, examine
 
 _SHAPE = "S=1024,D=64"
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what this machine can do. Returns 0."""
-    from tuner.cli.doctor import MISSING, conclude, examine
-
     findings = examine(is_quick=True)
     lines = [f.found for f in findings if f.name in ("GPU", "shipped data") and f.state != MISSING]
     missing = {f.name for f in findings if f.state == MISSING}
