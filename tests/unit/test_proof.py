@@ -25,7 +25,6 @@ from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Resources, Status
 from tuner.problem import AttentionProblem
-from tuner.selection import kernels
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.kernels import Lists, path_of, targets, update, users
 from tuner.selection.portfolio import shipped
@@ -347,7 +346,7 @@ class TestCarry:
     ) -> None:
         monkeypatch.setattr(device, "detect", lambda index: None)
         shipped = (self.earlier(0, self.OLD), self.earlier(2, self.OLD))
-        monkeypatch.setattr(kernels, "shipped_kernels", lambda: shipped)
+        monkeypatch.setattr("tuner.cli.prove.shipped_kernels", lambda: shipped)
         assert main(["prove", "--carry"]) == 0
         text = capsys.readouterr().err
         assert "1 proofs carried over" in text and "1 kernels with other machine code" in text
