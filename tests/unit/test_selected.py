@@ -17,7 +17,7 @@ from tuner.families.peers.sdpa import BACKENDS
 from tuner.families.work import FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
-from tuner.selection.candidates import Candidate, DomainModels
+from tuner.selection.candidates import Candidate, DomainModels, Spread
 from tuner.selection.choice import VENDOR_MARGIN
 from tuner.selection.portfolio import Portfolio, shipped
 
@@ -70,7 +70,7 @@ def own_by_hand(
             us * (1 + models.margin * one.p90_error),
             us,
             config,
-            one.spread.holds(sizes, models.domain),
+            measured_at(models, one).holds(sizes, models.domain),
             legal,
             one.p90_error,
         )
@@ -90,6 +90,15 @@ def own_by_hand(
         bool(near),
         min(((*one[:2], one[5]) for one in near or found), default=None),
     )
+
+
+def measured_at(models: DomainModels, one: Candidate) -> Spread:
+    """Sizes that a candidate's kernel was measured at: of attention in any schedule."""
+    if not models.domain.extrapolates or one.family is None:
+        return one.spread
+    digest = one.family.compile_digest
+    alike = (c for c in models.candidates if c.family is one.family)
+    return Spread.over(c.spread for c in alike if digest(c.config) == digest(one.config))
 
 
 def vendor_by_hand(models: DomainModels, problem: Problem, gpu: Gpu) -> tuple[float, str]:

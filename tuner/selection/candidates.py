@@ -8,7 +8,7 @@ and compiles them into one function. Needs the standard library only.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -383,7 +383,7 @@ class DomainTimes:
         """Source texts: whether all own candidates were measured near the sizes, whether any was,
         and the items of a dictionary that says so of each by its index.
         """
-        trusted = [one.spread.trusted(self.models.domain) for one in self._own.values()]
+        trusted = [one.trusted(self.models.domain) for one in self._spreads()]
         if not trusted:
             return "False", "False", ""
         axes = self.models.domain.axes_of(sizes)
@@ -392,6 +392,20 @@ class DomainTimes:
         every = [_within(bounds, axes, loosest) or "True" for bounds in trusted]
         near = ", ".join(f"{place}: {text}" for place, text in zip(self._own, every, strict=True))
         return _within(tightest, axes), _within(loosest, axes), near
+
+    def _spreads(self) -> list[Spread]:
+        """Sizes that each own candidate's kernel was measured at, in any of its schedules where the
+        domain extrapolates.
+        """
+        if not self.models.domain.extrapolates:
+            return [one.spread for one in self._own.values()]
+        kernels = [
+            one.family.compile_digest(one.config) for one in self._own.values() if one.family
+        ]
+        spreads = defaultdict[str, list[Spread]](list)
+        for kernel, one in zip(kernels, self._own.values(), strict=True):
+            spreads[kernel].append(one.spread)
+        return [Spread.over(spreads[kernel]) for kernel in kernels]
 
     def _sizes_on(self, tape: Tape) -> Any:
         """Sizes to trace on a tape."""
