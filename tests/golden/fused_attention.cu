@@ -53,7 +53,10 @@ using GmemQ = decltype(global_tensor((Element const*)nullptr, rows_q(1), rows_q_
       // Sections of heads that share the L2; in each the longest tiles of all heads come first.
       int const all_heads = p.batch * (p.heads / kPack), per_section = p.section * p.m_blocks;
 // ... as in the templates
+    int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
     t.last = (end_key(p, p.seqlen_kv, last_row) + kTileN - 1) / kTileN;
+    // A window that lies past the last key has no tiles.
+    t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
 // ... as in the templates
 CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
 // ... as in the templates
@@ -75,6 +78,10 @@ CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
     Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
     Tensor sV = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutKV{});
 // ... as in the templates
+    constexpr uint32_t q_bytes = kTileM * kD * sizeof(Element), kv_bytes = kTileN * kD * sizeof(Element);
+
+    auto load = [&](auto const& tma, auto const& source, auto const& target, uint64_t* full, uint64_t* empty, PipelineState& at, int n) {
+      Empty::wait(&empty[at.stage()], at.phase() ^ 1);
       Full::arrive_and_expect_tx(&full[at.stage()], kv_bytes);
 // ... as in the templates
     load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from fused_configs import maker
@@ -10,7 +11,9 @@ from goldens import Goldens
 
 from tuner.compile.render import render
 from tuner.config import Config, Value
+from tuner.families import attention_work
 from tuner.families.attention_instances import INSTANCES, REGISTERS, instance, launch_registers
+from tuner.families.attention_work import AttentionSizes
 from tuner.families.base import group_by_kernels
 from tuner.families.fused_attention import FusedAttention, paged
 from tuner.families.fused_attention.legality import PAGED_ONLY
@@ -133,9 +136,11 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "clusters_parts": True,
         "column_groups": 2,
         "searches": True,
+        "fills_rows": True,
     }
     absent = {"key_groups", "stages_output", "pads_heads", "skips_masked", "rescale", "split_keys"}
     absent |= {"turn_ends", "carries_parts", "clusters_parts", "column_groups", "searches"}
+    absent |= {"fills_rows"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
@@ -209,6 +214,39 @@ def test_persistent_blocks_look_for_tiles_of_packed_sequences(
     assert ("searches" in carried) is ("varlen" in text and "page" not in text)
 
 
+@pytest.mark.parametrize(
+    ("text", "params", "is_legal"),
+    [
+        ("S=300", {}, True),
+        ("S=300,causal=1,varlen=1", {"persistent": True, "searches": True}, True),
+        ("S=300,window=9", {"splits": 1}, True),
+        ("S=300", {"splits": 3, "combine": "kernel"}, True),
+        ("S=300", {"splits": 3, "combine": "cluster"}, False),
+        ("S=300", {"stages_output": True}, False),
+        ("S=300,mask=bk", {}, False),
+        ("SQ=8,SKV=999,page_size=16,causal=1", {}, True),
+    ],
+)
+def test_tiles_of_whole_queries_are_of_any_heads(
+    text: str, params: Mapping[str, Value], is_legal: bool
+) -> None:
+    problem = AttentionProblem.parse(f"B=3,H=27,HKV=3,D=128,{text}")
+    given = {"packed_heads": 16, "pads_heads": True, "splits": 1, **params}
+    config = make(1, 64, q_in_registers=False, fills_rows=True, **given)
+    assert ([] == FAMILY.violations(problem, config, DEFAULT_GPU)) is is_legal
+    alone = replace(problem, heads_q=3)
+    assert "fills_rows" not in FAMILY.carried(alone, config).params
+    if problem.is_paged:
+        return
+    sizes = AttentionSizes.of(replace(problem, seqlen_q=14))
+    counts = [
+        attention_work.work(sizes, FAMILY.tiling(one), DEFAULT_GPU)[6] * DEFAULT_GPU.sm_count
+        for one in (config, Config(config.family, {**config.params, "fills_rows": False}))
+    ]
+    splits = given["splits"]
+    assert counts == [2 * 9 * splits, 4 * 9 * splits], "seven queries of nine heads, not four"
+
+
 def test_whole_rows_are_of_heads_that_tma_does_not_fill_up() -> None:
     def reasons(text: str, **more: Value) -> list[str]:
         problem = AttentionProblem.parse(f"SQ=300,SKV=999,causal=1,{text}")
@@ -246,8 +284,8 @@ def test_stream_k_is_of_two_groups_at_most_over_pages() -> None:
     assert reasons("SQ=1,D=128,page_size=16", **more) == [only]
     assert reasons("SQ=1,D=128") == ["stream_k is for paged caches, only"]
     assert reasons("SQ=1,D=128,page_size=16", goes_straight=True) == []
-    filled = "fills_rows is for pads_heads without sinks and clusters, only"
-    assert filled in reasons("SQ=8,D=128,causal=1,page_size=16", fills_rows=True)
+    (unpadded,) = reasons("SQ=8,D=128,causal=1,page_size=16", fills_rows=True)
+    assert unpadded.startswith("fills_rows is for pads_heads")
     straight = make(1, 64, goes_straight=True)
     problem = AttentionProblem.parse("SKV=999,SQ=1,D=128,page_size=16")
     only = "goes_straight is for stream_k, only"
@@ -477,6 +515,10 @@ RENDERED = {
     "varlen_searches": (
         "B=3,H=10,HKV=2,S=1000,D=128,causal=1,varlen=1",
         make(2, 64, packed_heads=8, pads_heads=True, persistent=True, searches=True),
+    ),
+    "fits": (
+        "B=3,H=18,HKV=2,SQ=8,SKV=1000,D=128,window=99,dtype=bf16",
+        make(1, 64, packed_heads=16, pads_heads=True, fills_rows=True, splits=1),
     ),
     "values": (
         "H=8,S=1000,D=192,DV=128,causal=1,dtype=bf16",

@@ -199,7 +199,7 @@ class TestDonors:
         found = ships.select(attention(f"B=60,H=90,HKV=6,S=3,D={head_dim},softcap={softcap}"))
         assert found is not None and (found.domain.phase, found.domain.mask) == ("few", "full")
         if head_dim != 128 or not softcap:
-            assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
+            assert found.config["packed_heads"] in (16, 32) and found.config["pads_heads"]
         for heads, longest in (("H=90,HKV=6", 64), ("H=6", 24)):
             texts = (f"B=60,{heads},S={longest + n},D={head_dim},softcap={softcap}" for n in (0, 1))
             last, longer = (ships.select(attention(text)) for text in texts)
@@ -217,7 +217,7 @@ class TestDonors:
         text = f"B=60,H=90,HKV=6,D={head_dim},{kind},dtype=bf16"
         found = ships.select(attention(f"S=3,{text}"))
         assert found is not None and found.domain.phase == "few"
-        assert found.config["packed_heads"] == 16 and found.config["pads_heads"]
+        assert found.config["packed_heads"] in (16, 32) and found.config["pads_heads"]
         assert bool(found.vendor) is ("varlen" not in kind)
         last, longer = (ships.select(attention(f"S={n},{text}")) for n in (64, 65))
         assert last is not None and last.domain.phase == "few"

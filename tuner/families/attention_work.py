@@ -77,6 +77,8 @@ class AttentionTiling(NamedTuple):
     """Columns computed for the head dimension; 0: as many as there are."""
     pads_heads: bool = False
     """True if `packed` rows belong to each KV head, however many query heads it has."""
+    fills_rows: bool = False
+    """True if only rows of heads that there are do."""
 
 
 class AttentionSizes(NamedTuple):
@@ -126,10 +128,10 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
     """The amount of each of `TERMS`; it may be traced (`tuner.families.tape`), where the mask's
     presence is known, and several splits are a symbol.
     """
-    rows, keys, resident, packed, splits, _, pads_heads = tiling
+    rows, keys, resident, packed, splits, _, pads_heads, fills_rows = tiling
     seqlen_q, seqlen_kv, heads, heads_kv, is_masked, left, right, row_bytes, moved, outputs = sizes
     sm_count = gpu.sm_count
-    queries = rows // packed or 1
+    queries = rows // (heads // heads_kv) if fills_rows else rows // packed or 1
     tiles = -(-seqlen_q // queries)
     reading = tiles * heads_kv if pads_heads else tiles * heads // packed
     blocks = reading * splits

@@ -188,8 +188,9 @@ class FusedAttention(Family):
         if not attention.is_varlen or attention.is_paged:
             params.pop("searches", None)
         packed, pads = int(params.pop("packed_heads", 1)), params.pop("pads_heads", False)
+        fills = params.pop("fills_rows", False)
         if pads and is_held(group, packed, True) and may_pad(attention):
-            params["pads_heads"] = True
+            params |= {"pads_heads": True, **({"fills_rows": True} if fills else {})}
         else:
             packed = math.gcd(packed, group)
         if attention.seqlen_q < tile_m(params) and not attention.is_paged:
@@ -209,7 +210,7 @@ class FusedAttention(Family):
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in PAGED_ONLY:
             params.pop(name, None)
-        for name in ("split_keys", "carries_parts", "clusters_parts", "searches"):
+        for name in ("split_keys", "carries_parts", "clusters_parts", "searches", "fills_rows"):
             params.pop(name, None)
         for name in _DRAWN_HALF:
             if rng.random() < 0.5:
@@ -391,6 +392,7 @@ class FusedAttention(Family):
             packed=int(config.get("packed_heads", 1)),
             splits=int(config.get("splits", 1)),
             pads_heads=bool(config.get("pads_heads", False)),
+            fills_rows=bool(config.get("fills_rows", False)),
         )
 
     def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
@@ -415,7 +417,8 @@ class FusedAttention(Family):
         is_clustered = params["combine"] == "cluster"
         room = gpu.sm_count * int(params["blocks_per_sm"])
         room = int(CLUSTERED_SHARE * room) if is_clustered else room
-        tiles = -(-sizes.seqlen_q // (tile_m(params) // packed))
+        held = sizes.heads // sizes.heads_kv if "fills_rows" in params else packed
+        tiles = -(-sizes.seqlen_q // (tile_m(params) // held))
         tiles *= sizes.heads_kv if "pads_heads" in params else sizes.heads // packed
         most = smaller(sizes.seqlen_kv // MIN_SPLIT_KEYS, room // tiles)
         limit: Any = MAX_SPLITS

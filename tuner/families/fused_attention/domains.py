@@ -57,6 +57,8 @@ MAX_SHARED_SHORT = 64
 """As `MAX_SHORT`, where query heads may share a tile's rows, or for the longest packed sequence."""
 MAX_CAPPED = 4
 """Most query heads to a KV head of public models with a soft cap."""
+MAX_MASKED = 16
+"""Packed heads of kernels under a mask of booleans, but for D = 64 and 128."""
 PADDED = 8
 """Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
 two are 3 to 7."""
@@ -213,7 +215,7 @@ class AttentionDomain(_Attention, Domain):
     def takes(self, kernel: Config) -> bool:
         """False for kernels that pad heads where none was proven with the mask operand."""
         is_padded = not self.operand or self.has_softcap or self.head_dim in (64, 128)
-        is_widest = self.operand == "bool" and kernel.get("packed_heads") == prompts.MAX_PACKS
+        is_widest = self.operand == "bool" and kernel.get("packed_heads") == MAX_MASKED
         return is_padded or is_widest or "pads_heads" not in kernel.params
 
     @property

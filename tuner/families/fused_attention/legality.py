@@ -17,10 +17,7 @@ from tuner.problem.attention_masks import BLOCK_SIZE, PAGE_MULTIPLE
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
 SPARSE_TILES = (32, 64, 128)
 #: Parameters of paged caches.
-PAGED_ONLY = (
-    *("box_rows", "whole_rows", "copy_warps", "stream_k", "longest_first", "goes_straight"),
-    "fills_rows",
-)
+PAGED_ONLY = ("box_rows", "whole_rows", "copy_warps", "stream_k", "longest_first", "goes_straight")
 #: Head dimensions of which one copy brings whole rows: TMA would fill up others.
 WHOLE_ROWS = (128, 192, 256)
 #: What groups with columns of their own have, and parameters that they do not have.
@@ -29,6 +26,8 @@ BY_COLUMNS: Mapping[str, Value] = {
     **{"ping_pong": False, "q_in_registers": False, "persistent": False},
 }
 NOT_BY_COLUMNS = ("key_groups", "stages_output", "split_keys", "whole_rows", "copy_warps")
+#: Parameters that tiles of whole queries do not have, but for those over pages.
+NOT_FILLING = ("stages_output", "skips_masked", "split_keys", "key_groups", "column_groups")
 #: Columns of a stage of their keys.
 PART_COLUMNS = 128
 #: Elements that strides of pages and heads are multiples of, where copies bring whole rows: a
@@ -191,10 +190,6 @@ def _paging(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append("key_groups is not for paged caches")
     if "stream_k" in config.params and (config["splits"] > 1 or config["warp_groups"] > 2):
         reasons.append("stream_k is for splits=1 and one or two warp groups, only")
-    if "fills_rows" in config.params:
-        is_clustered = config.get("combine") == "cluster"
-        if "pads_heads" not in config.params or problem.has_sinks or is_clustered:
-            reasons.append("fills_rows is for pads_heads without sinks and clusters, only")
     if "goes_straight" in config.params and "stream_k" not in config.params:
         reasons.append("goes_straight is for stream_k, only")
     if "longest_first" in config.params and not (
@@ -272,12 +267,26 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     reasons = []
     if pads and not may_pad(problem):
         reasons.append("pads_heads is not for dense e4m3 and block masks")
+    if "fills_rows" in config.params and not may_fill(problem, config):
+        reasons.append(
+            "fills_rows is for pads_heads without sinks and clusters, and but for pages without "
+            f"masks as operands and {', '.join(NOT_FILLING)}, only"
+        )
     if not is_held(group, packed, pads):
         lack = "is less than" if pads else "does not divide"
         reasons.append(f"packed_heads={packed} {lack} the {group} heads to a KV head")
     if packed > (most := max_packed(problem)):
         reasons.append(f"packed_heads={packed} exceeds {most} of dense e4m3")
     return reasons
+
+
+def may_fill(problem: AttentionProblem, config: Config) -> bool:
+    """True if tiles of whole queries are legal (`fills_rows`)."""
+    is_clustered = config.get("combine") == "cluster"
+    if "pads_heads" not in config.params or problem.has_sinks or is_clustered:
+        return False
+    others = (name in config.params for name in NOT_FILLING)
+    return problem.is_paged or not (any(others) or problem.mask_operand)
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:

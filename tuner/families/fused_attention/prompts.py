@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 
 from tuner.config import Config, Value
-from tuner.families.fused_attention.packing import NAME
+from tuner.families.fused_attention.packing import MAX_PACKED, NAME
 
 #: Levers of the kernel of long prompts, by the instance.
 _LONG: Mapping[int, Mapping[str, Value]] = {
@@ -38,8 +38,8 @@ _HAVE_LONG: Mapping[tuple[str, str], Container[int]] = {
 _WINDOWED, _FEW, _TALL = (96, 192, 256), (192, 256), (96, 128)
 #: Keys of a tile at which two blocks of one group fit on a multiprocessor, by the instance.
 _PACKING_TILES = {64: 64, 96: 64, 128: 64, 192: 48}
-MAX_PACKS = 16
-"""Most query heads in a tile of these kernels."""
+#: Any number of query heads to a KV head, none of a tile's rows in vain.
+_PACKS: Mapping[str, Value] = {"packed_heads": MAX_PACKED, "pads_heads": True, "fills_rows": True}
 
 
 def kernels(
@@ -71,21 +71,16 @@ def kernels(
         if head_dim in _FEW:
             yield _packing(head_dim)
         if mask == "full" and head_dim in _TALL:
-            yield _turning(**_packs(head_dim), tile_n=128, persistent=False)
+            yield _turning(**_PACKS, tile_n=128, persistent=False)
 
 
 def _packing(head_dim: int, **more: Value) -> Config:
     """A kernel whose tile holds few queries of all query heads of a KV head."""
     if head_dim not in _PACKING_TILES:  # a thread lacks the registers of a second block
-        return _turning(**_packs(head_dim), tile_n=64, **more)
+        return _turning(**_PACKS, tile_n=64, **more)
     single: dict[str, Value] = {"warp_groups": 1, "blocks_per_sm": 2, "persistent": False}
     single |= {"tile_n": _PACKING_TILES[head_dim], "q_in_registers": head_dim == 96}
-    return _kernel(**{**single, **_packs(head_dim), **more})
-
-
-def _packs(head_dim: int) -> dict[str, Value]:
-    staged = {"stages_output": True} if head_dim <= 128 else {}
-    return {"packed_heads": MAX_PACKS, "pads_heads": True, **staged}
+    return _kernel(**{**single, **_PACKS, **more})
 
 
 def _turning(**more: Value) -> Config:
