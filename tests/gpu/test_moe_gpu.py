@@ -58,10 +58,11 @@ def rows(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for source in (EXPERT_ROWS, EXPERT_PRODUCTS, BLOCK_QUANTISER):
         source.build(compiler.artifacts)
     monkeypatch.setattr(part("call.sourced"), "ArtifactCache", lambda: compiler.artifacts)
-    for module in ("products.expert_rows", "products.quantiser"):
+    monkeypatch.setattr(part("products.expert_products"), "tile_rows", lambda *_: 0)
+    for module in SOURCED:
         part(module).kernels.forget()
     yield part("products.expert_rows")
-    for module in ("products.expert_rows", "products.quantiser"):
+    for module in SOURCED:
         part(module).kernels.forget()
 
 
@@ -150,6 +151,7 @@ def error(found: Any, wanted: Any) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
+SOURCED = "products.expert_rows", "products.expert_products", "products.quantiser"
 CHOICES = {
     "drawn": lambda experts, count: experts,
     "int32": lambda experts, count: experts.int(),
@@ -173,6 +175,21 @@ def test_a_layer_has_float64_s_result(
     assert error(layer.run(), layer.exact()) < TOLERANCE[kind]
     stats = tuner.stats()
     assert (stats.hits, stats.fallbacks) == (2, {})
+
+
+@pytest.mark.parametrize("size", (16, 32, 64))
+@pytest.mark.parametrize("choice", CHOICES)
+def test_tiles_of_experts_rows_have_float64_s_result(
+    rows: Any, monkeypatch: pytest.MonkeyPatch, choice: str, size: int
+) -> None:
+    import tuner
+
+    monkeypatch.setattr(part("products.expert_products"), "tile_rows", lambda *_: size)
+    for sizes in (LAYER, *SIZES, (7, 4, 512, 1024, 520)):
+        layer = Layer(sizes, "bf16")
+        layer.experts = CHOICES[choice](layer.experts, sizes[2])
+        assert error(layer.run(), layer.exact()) < TOLERANCE["bf16"]
+    assert (tuner.stats().hits, tuner.stats().fallbacks) == (2 * (len(SIZES) + 2), {})
 
 
 @pytest.mark.parametrize("kind", TYPES)
