@@ -185,11 +185,11 @@ def test_tiles_of_experts_rows_have_float64_s_result(
     import tuner
 
     monkeypatch.setattr(part("products.expert_products"), "tile_rows", lambda *_: size)
-    for sizes in (LAYER, *SIZES, (7, 4, 512, 1024, 520)):
+    for sizes in (*SIZES, (7, 4, 512, 1024, 520)):
         layer = Layer(sizes, "bf16")
         layer.experts = CHOICES[choice](layer.experts, sizes[2])
         assert error(layer.run(), layer.exact()) < TOLERANCE["bf16"]
-    assert (tuner.stats().hits, tuner.stats().fallbacks) == (2 * (len(SIZES) + 2), {})
+    assert (tuner.stats().hits, tuner.stats().fallbacks) == (2 * (len(SIZES) + 1), {})
 
 
 @pytest.mark.parametrize("kind", TYPES)
