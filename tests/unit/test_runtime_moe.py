@@ -211,6 +211,15 @@ def test_products_of_few_rows_are_one_kernel_s(
     assert [integers[0] for integers in tiled.kernel.launches][7:] == [0, 3]
 
 
+def test_a_call_of_many_rows_loads_the_kernel_too(
+    tiled: Any, moe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.runtime.products.expert_products.TILES", {1: 16})
+    moe(*inputs(dtype=torch.bfloat16))
+    proof = len(tiled.products.launches)
+    assert proof == 9 and tiled.runtime.counters.stats().hits == 0
+
+
 def test_rows_of_a_tile_follow_from_the_mean_of_an_expert() -> None:
     from tuner.runtime.products.expert_products import tile_rows
 

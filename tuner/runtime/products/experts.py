@@ -238,7 +238,9 @@ def _products(call: Layer) -> expert_products.LaunchedProducts | None:
     """
     if call.gate is not None or call.down_scale is not None or invariance.is_on():
         return None
-    return expert_products.by_kernel(call.hidden.device) if _tile_rows(call) else None
+    # Also where it has no part in the call: the next one may be captured, and none is loaded there.
+    products = expert_products.by_kernel(call.hidden.device)
+    return products if _tile_rows(call) else None
 
 
 def _tiled(
