@@ -36,8 +36,10 @@ def test_splits_follow_lengths_and_places(
     assert count in splits and (count > 1) == bool(combine)
 
 
-def test_one_sequence_is_combined_by_a_cluster() -> None:
+@pytest.mark.parametrize("instance", (64, 128))
+def test_one_sequence_is_combined_by_a_cluster(instance: int) -> None:
     """Where a cluster may be, and not of many tiles or few splits."""
+    one = decoding(8, 32768, 32768)._replace(instance=instance)
     one = decoding(8, 32768, 32768)
     assert best(one) == (16, "cluster")
     assert best(one._replace(has_clusters=False))[1] == "kernel"
