@@ -27,7 +27,7 @@ from benchmarks.harness import Row
 from benchmarks.rows import markdown
 from tuner import settings
 from tuner.base.processes import python_command, python_environment, running
-from tuner.cli.entries import unservable
+from tuner.cli.imports import unservable
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError

@@ -14,7 +14,7 @@ import pytest
 
 from tuner import bundle
 from tuner.bundle import install, pack
-from tuner.cli.entries import unservable
+from tuner.cli.imports import unservable
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.render import render
 from tuner.config import Config

@@ -17,7 +17,7 @@ from stored import final
 
 from tuner.base import resources
 from tuner.cli import main
-from tuner.cli.entries import unservable
+from tuner.cli.imports import unservable
 from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import ConfigError, RenderError

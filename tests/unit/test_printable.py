@@ -103,7 +103,7 @@ def test_commands_print_no_control_character(
     READER.shipped.cache_clear()
     READER.shipped_index.cache_clear()
     # Their kernels may be legal: what is refused is shown by the test below.
-    monkeypatch.setattr("tuner.cli.entries.unservable", lambda measurement: [])
+    monkeypatch.setattr("tuner.cli.imports.unservable", lambda measurement: [])
     assert main(["import", str(evil_file)]) == 0
     main(command)
     done = capsys.readouterr()

@@ -98,6 +98,11 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def url_of(args: argparse.Namespace) -> str:
+    """URL of ``--store``, else of the settings."""
+    return args.store or settings.store_url()
+
+
 def utf8_text(word: str) -> str:
     """A word of the command line that is not the name of a file."""
     try:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import settings
-from tuner.cli.arguments import add_result, gpu_of, problem_of, within
+from tuner.cli.arguments import add_result, gpu_of, problem_of, url_of, within
 from tuner.cli.model import add_model, engine_of, refuse_options, steps_of
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import ConfigError, NoValidConfigError, StoreError, TunerError
@@ -216,7 +215,7 @@ def _answers(args: argparse.Namespace) -> int:
         os.nice(_NICE)
         args.jobs = max(1, cpu_count() // 2)
     gpu = gpu_of(args) or detect() or DEFAULT_GPU
-    path = sqlite_file(args.store or settings.store_url())
+    path = sqlite_file(url_of(args))
     answers = ModelAnswers.of(_steps(args), gpu, path, engine_of(args))
     artifacts = ArtifactCache()
     with contextlib.ExitStack() as stack:

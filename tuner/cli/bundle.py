@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tuner import settings
-from tuner.cli.arguments import add_result, problem_of
-from tuner.cli.entries import imported_text, known_entries, unservable
+from tuner.cli.arguments import add_result, problem_of, url_of
+from tuner.cli.entries import known_entries
+from tuner.cli.imports import imported_text, unservable
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.measurement import Provenance
 from tuner.problem import PROBLEMS
@@ -127,7 +127,7 @@ def _install(args: argparse.Namespace) -> int:
     digest = (args.sha256 or "").lower()
     if digest and not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ConfigError(f"--sha256 {args.sha256} is not a SHA-256 (allowed: 64 hex digits)")
-    with open_store(args.store or settings.store_url()) as store:
+    with open_store(url_of(args)) as store:
         done = install(Path(args.words[1]), store, ArtifactCache(), check=unservable, sha256=digest)
     report = done.report
     if args.json:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import settings
 from tuner.base import output, resources
 from tuner.cli.arguments import (
     add_inputs,
@@ -22,7 +21,9 @@ from tuner.cli.arguments import (
     add_store,
     problem_of,
     regimes_of,
+    url_of,
 )
+from tuner.cli.imports import import_file
 from tuner.cli.model import add_model, look_up_model, refuse_options
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
@@ -46,7 +47,7 @@ from tuner.store.entry import is_vendor, vendor_name
 from tuner.store.reading import sqlite_file
 
 if TYPE_CHECKING:
-    from tuner.store import ImportReport, Store
+    from tuner.store import Store
 
 _MIN_DIGEST = 4
 """Minimum length of a digest's prefix that identifies a config."""
@@ -256,7 +257,7 @@ def export(args: argparse.Namespace) -> int:
     """
     from tuner.store import exchange, t4
 
-    with open_store(_url(args), create=False) as store:
+    with open_store(url_of(args), create=False) as store:
         stored = store.entries()
         filters = _wanted(args, stored)
         document = store.export(**filters, trials=args.trials)
@@ -281,67 +282,6 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
-def import_file(args: argparse.Namespace) -> int:
-    """Import an exported file, as a whole or not at all; or hints of another tuner's file."""
-    from tuner.search import hints
-    from tuner.store.exchange import load
-
-    if hints.is_hints(args.file):
-        named = hints.read(args.file)
-        hints.add(named)
-        text = f"{describe.counted(len(named), 'hint')} added: sweeps try and measure them first"
-        print(json.dumps({"hints": len(named)}) if args.json else text)
-        return 0
-    document = load(args.file)
-    with open_store(_url(args)) as store:
-        try:
-            report = store.import_(document, check=unservable)
-        except ConfigError as exc:
-            raise ConfigError(f"{args.file}: {exc}") from exc
-    if args.json:
-        print(json.dumps(vars(report)))
-        return 0
-    added = describe.counted(report.measurements_added, "measurement")
-    print(imported_text(report, f"{added} added, {report.measurements_known} known already"))
-    if report.entries_added + report.entries_replaced:
-        print("their kernels are not compiled here yet: `tuner build` makes them")
-    return 0
-
-
-def imported_text(report: ImportReport, beside: str) -> str:
-    """Text of an import: the entries, and the others that came with them."""
-    text = (
-        f"{describe.counted(report.entries_added, 'entry')} added, "
-        f"{report.entries_replaced} replaced, {report.entries_known} known already, "
-        f"{len(report.entries_kept)} not taken; {beside}"
-    )
-    refused = (
-        f"not taken: {label}: this store has its own or a newer decision"
-        for label in report.entries_kept
-    )
-    return "\n".join([text, *refused])
-
-
-def unservable(measurement: Measurement) -> Sequence[str]:
-    """Reason why an imported measurement must not be served, by its family's legality predicate."""
-    from tuner.families import RETIRED, family, note_retired
-
-    if measurement.config.family in RETIRED:
-        note_retired(measurement.config.family)
-        return []
-    try:
-        member = family(measurement.config.family)
-        if member.op != measurement.problem.op:
-            return [f"config: {member.name} serves {member.op}, not {measurement.problem.op}"]
-        reasons = member.violations(measurement.problem, measurement.config, measurement.gpu)
-    except ConfigError as exc:
-        return [f"config: {exc}"]
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        # The predicate is defined only on its family's configs; an imported config may not be one.
-        return [f"config: not one of {measurement.config.family} ({type(exc).__name__}: {exc})"]
-    return [f"config: {reason}" for reason in reasons]
-
-
 def pin(args: argparse.Namespace) -> int:
     """Pin a measured config."""
     with _opened(args) as store:
@@ -360,8 +300,8 @@ def pin(args: argparse.Namespace) -> int:
 
 def _opened(args: argparse.Namespace) -> Store:
     """Open an existing store. A wrong shape is reported before a missing store."""
-    _problem(args)
-    return open_store(_url(args), create=False)
+    problem_of(args)
+    return open_store(url_of(args), create=False)
 
 
 def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Config:
@@ -441,12 +381,8 @@ def forget(args: argparse.Namespace) -> int:
     return 0 if decisions or measurements else 1
 
 
-def _url(args: argparse.Namespace) -> str:
-    return args.store or settings.store_url()
-
-
 def _source(args: argparse.Namespace) -> str:
-    path = sqlite_file(_url(args))
+    path = sqlite_file(url_of(args))
     return "store" if path is None else str(path)
 
 
@@ -454,21 +390,17 @@ def known_entries(args: argparse.Namespace) -> list[Entry]:
     """Every entry. An SQLite file is read with the standard library and is never created."""
     path = _file(args)
     if path is None:
-        with open_store(_url(args)) as store:
+        with open_store(url_of(args)) as store:
             return with_shipped(store.entries())
     return entries(path)
 
 
 def _file(args: argparse.Namespace) -> Path | None:
     """SQLite file to read; None for another database. A named file must exist."""
-    path = sqlite_file(_url(args))
+    path = sqlite_file(url_of(args))
     if path and args.store and not path.exists():
         raise StoreError(f"store {path} does not exist (a sweep or an import makes it)")
     return path
-
-
-def _problem(args: argparse.Namespace) -> Problem | None:
-    return None if args.shape is None else problem_of(args)
 
 
 def _regimes(args: argparse.Namespace, problem: Problem | None) -> tuple[Regime, ...] | None:
@@ -480,7 +412,7 @@ def _regimes(args: argparse.Namespace, problem: Problem | None) -> tuple[Regime,
 
 def _wanted(args: argparse.Namespace, entries: Sequence[Entry]) -> dict[str, Any]:
     """Filters of `Store.entries` and `Store.export` from the options."""
-    problem = _problem(args)
+    problem = None if args.shape is None else problem_of(args)
     provenance = getattr(args, "provenance", None)
     return {
         "op": args.op,

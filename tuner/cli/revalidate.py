@@ -10,9 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import settings
 from tuner.cli.aot import compile_aot, say
-from tuner.cli.arguments import add_inputs, add_launch, add_result, gpu_of, problem_of, within
+from tuner.cli.arguments import (
+    add_inputs,
+    add_launch,
+    add_result,
+    gpu_of,
+    problem_of,
+    url_of,
+    within,
+)
 from tuner.cli.entries import known_entries
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError, StoreError, TunerError
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -157,7 +164,7 @@ def _each(args: argparse.Namespace, work: Work) -> int:
     failed: list[dict[str, Any]] = []
     started, remaining = time.monotonic(), 0
     with (
-        open_store(args.store or settings.store_url()) as store,
+        open_store(url_of(args)) as store,
         Runners(Machine((args.device,), args.jobs), say) as runners,
     ):
         for entry in list(_chosen(args, runners)):

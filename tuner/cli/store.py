@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.cli.arguments import store_named
+from tuner.cli.arguments import store_named, url_of
 from tuner.errors import ConfigError
 from tuner.selection.describe import counted
 from tuner.store.reading import sqlite_file
@@ -117,7 +117,7 @@ def _sqlite(args: argparse.Namespace) -> Path:
     Raises:
         ConfigError: when the store is not an SQLite database.
     """
-    path = sqlite_file(args.store or settings.store_url())
+    path = sqlite_file(url_of(args))
     if path is None:
         raise ConfigError(
             f"tuner store {args.store_command} is for SQLite files: a PostgreSQL store is backed "

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import settings
 from tuner.base.processes import exit_code
 from tuner.cli import DONE, FAILED
 from tuner.cli.aot import sweep_aot
-from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_result, within
+from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_result, url_of, within
 from tuner.cli.artifacts import parse_size
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
@@ -188,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} contradicts {ahead}: {why}; leave one of them out")
     problems, options = problems_of(args), options_of(args)
     machine = machine_of(args, options.sweep.max_workspace)
-    url = args.store or settings.store_url()
+    url = url_of(args)
     if args.compile or args.list:
         return sweep_aot(args, problems, options, url)
     with (

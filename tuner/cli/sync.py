@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.arguments import add_result, within
-from tuner.cli.entries import unservable
+from tuner.cli.imports import unservable
 from tuner.errors import ConfigError, StoreError
 from tuner.store import open_store
 

@@ -6,10 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from tuner import settings
 from tuner.base.processes import exit_code
 from tuner.cli import DONE, FAILED
-from tuner.cli.arguments import add_store
+from tuner.cli.arguments import add_store, url_of
 from tuner.cli.sweep import add_machine, add_studies, machine_of
 from tuner.selection.describe import counted
 from tuner.store import open_store
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.tuning.controller import Controller
 
     machine = machine_of(args, None)
-    url = args.store or settings.store_url()
+    url = url_of(args)
     with (
         # A named store must exist, since a typing error would find no jobs. The default store is
         # created.
