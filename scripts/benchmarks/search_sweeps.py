@@ -129,7 +129,10 @@ def swept(
             ) as process,
         ):
             assert process.stderr is not None
-            said = [(time.monotonic() - started, line.rstrip()) for line in process.stderr]
+            said = []
+            for line in process.stderr:
+                said.append((time.monotonic() - started, line.rstrip()))
+                print(f"{said[-1][0]:.1f} s {said[-1][1]}", file=sys.stderr, flush=True)
         seconds = time.monotonic() - started
         outcome = json.loads(output.read_bytes()) if process.returncode == 0 else {}
         own = outcome.get("best_own")

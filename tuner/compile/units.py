@@ -13,8 +13,10 @@ from tuner.compile.artifacts import Artifact
 from tuner.families.base import KernelSpec
 
 SPREAD = 2
-"""Most kernels of a unit whatever their `KernelSpec.together`, where cores for all of them are
-idle: more of them keep a core busy for longer than the search waits."""
+"""Kernels of a unit whatever their `KernelSpec.together`, where cores for all of them are idle, but
+not for twice as many. More keep a core busy for longer than the search waits. Alone, each of two
+kernels takes three quarters of the pair's time, and 16 logical cores compile what 8 whole ones do.
+"""
 UNLIKE = 8
 """Most unlike kernels of a unit (`KernelSpec.instance`), which its memory depends on."""
 
@@ -85,7 +87,9 @@ def unit_size(first: KernelJob, waiting: int, idle: int, most: int) -> int:
     least, shares = first.spec.together, -(-waiting // idle)
     if first.is_first and waiting <= least * (idle - 1):
         return 1  # the answer comes sooner, and the others have cores
-    return min(most, shares if shares <= SPREAD else max(least, shares))
+    if idle >= SPREAD * waiting:
+        return 1
+    return min(most, SPREAD if shares <= SPREAD else max(least, shares))
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,13 @@ class Refit:
         """Add constants."""
         self.constants |= {f"{title}: {k}": (ships.get(k), v) for k, v in fitted.items()}
 
-    def fit(self, group: FitGroup, is_guarded: bool = False) -> Constants:
+    def fit(self, group: FitGroup, least_gain: float | None = None) -> Constants:
         """Fit constants to measured items, and note their losses beside those that ship.
 
         Args:
             group: constants and items.
-            is_guarded: True to leave the constants as they ship where fits to the other parts lose
-                more at each part.
+            least_gain: part by which the fits to the other parts must lose less at each part, in
+                the mean; otherwise the constants stay as they ship. None: they change anyway.
         """
         title, items, ships, fitted, loss, part = group
         best = fitted(list(items))
@@ -59,8 +59,9 @@ class Refit:
             losses.setdefault("left out", []).extend(mine)
         shown = (f"{what} {fmean(v):.2%}, worst {max(v):.1%}" for what, v in losses.items())
         self.errors.append(f"{title}: {len(items)} measured; mean loss {'; '.join(shown)}")
-        if is_guarded and sum(losses.get("left out", [math.inf])) > sum(losses["as it ships"]):
-            best = ships
+        gain = sum(losses["as it ships"]) - sum(losses.get("left out", [math.inf]))
+        if least_gain is not None and gain < least_gain * len(items):
+            return ships
         self.note(title, ships, best)
         return best
 
