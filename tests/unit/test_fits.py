@@ -236,7 +236,7 @@ class TestCorrections:
         for path, text in found.documents.items():
             assert path.read_text() == text, path.name
         before, by_others = found.errors
-        assert "74 below 0.97" in before and "22 below 0.97" in by_others
+        assert "75 below 0.97" in before and "23 below 0.97" in by_others
 
     def test_the_peers_that_ship_are_those_of_its_calls(self) -> None:
         found = peers_fit.refit([FILES["peers"]], GPUS["H200"])

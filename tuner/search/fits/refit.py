@@ -44,8 +44,8 @@ class Refit:
 
         Args:
             group: constants and items.
-            least_gain: part by which the fits to the other parts must lose less at each part, in
-                the mean; otherwise the constants stay as they ship. None: they change anyway.
+            least_gain: part by which the fit, and those to the other parts at each part, must lose
+                less in the mean; otherwise the constants stay as they ship. None: they change.
         """
         title, items, ships, fitted, loss, part = group
         best = fitted(list(items))
@@ -59,7 +59,8 @@ class Refit:
             losses.setdefault("left out", []).extend(mine)
         shown = (f"{what} {fmean(v):.2%}, worst {max(v):.1%}" for what, v in losses.items())
         self.errors.append(f"{title}: {len(items)} measured; mean loss {'; '.join(shown)}")
-        gain = sum(losses["as it ships"]) - sum(losses.get("left out", [math.inf]))
+        worse = max(sum(losses["fitted"]), sum(losses.get("left out", [math.inf])))
+        gain = sum(losses["as it ships"]) - worse
         if least_gain is not None and gain < least_gain * len(items):
             return ships
         self.note(title, ships, best)
