@@ -44,8 +44,8 @@ class Refit:
 
         Args:
             group: constants and items.
-            least_gain: part by which the fit, and those to the other parts at each part, must lose
-                less in the mean; otherwise the constants stay as they ship. None: they change.
+            least_gain: least part by which the mean loss must fall, also at parts that are left
+                out; else the constants stay as they ship. None: they change anyway.
         """
         title, items, ships, fitted, loss, part = group
         best = fitted(list(items))
