@@ -68,7 +68,9 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tuner/tuning/proof.py",
             "tuner/base/ownership.py",
         ),
-        ("kernel_list", "hostile_kernel_lists", "artifacts", "proof", "build_portfolio"),
+        tuple(
+            "kernel_list hostile_kernel_lists artifacts proof proofs_kept build_portfolio".split()
+        ),
     ),
 }
 """Files of each area, with the functions of some, and the unit tests that its faults run with."""
