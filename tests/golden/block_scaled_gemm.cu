@@ -1,8 +1,6 @@
 // ... as in the templates
 namespace k_0123456789abcdef {
-
-using namespace tuner;
-
+// ... as in the templates
 constexpr bool kSwapped = false;
 constexpr int kTileX = 128;
 constexpr int kTileY = 128;
@@ -50,8 +48,7 @@ constexpr bool kRowsEarly = !kSwapped || kTileY <= 64;
       sums[c + 1] = fmaf(factor.y, d[c + 1], sums[c + 1]);
       sums[c + 2] = fmaf(factor.x, d[c + 2], sums[c + 2]);
       sums[c + 3] = fmaf(factor.y, d[c + 3], sums[c + 3]);
-    } else {
-      const float weight = of.weight[octet * 8 / kRun], upper = of.upper[part] * weight, lower = of.lower[part] * weight;
+// ... as in the templates
       sums[c] = fmaf(upper, d[c], sums[c]);
       sums[c + 1] = fmaf(upper, d[c + 1], sums[c + 1]);
       sums[c + 2] = fmaf(lower, d[c + 2], sums[c + 2]);
@@ -72,19 +69,15 @@ struct Scalars { double alpha; };
   for (const void* vector : { tensors.scale_a, tensors.scale_b })
 // ... as in the templates
   return cudaLaunchKernelEx(&config, block_scaled_0123456789abcdef, p);
-}
-
+// ... as in the templates
 }  // namespace k_0123456789abcdef
 
 extern "C" int tuner_0123456789abcdef_workspace(const int64_t* integers, int64_t* bytes) {
   *bytes = 0;
   using namespace k_0123456789abcdef;
-  return valid(view<Integers>(integers)) ? 0 : static_cast<int>(cudaErrorInvalidValue);
-}
-
+// ... as in the templates
 extern "C" int tuner_0123456789abcdef_launch(void* const* tensors, const int64_t* integers, const double* scalars, void*,
                                      void* stream) {
   using namespace k_0123456789abcdef;
   return static_cast<int>(k_0123456789abcdef::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
-                                             static_cast<cudaStream_t>(stream)));
-}
+// ... as in the templates

@@ -1,7 +1,6 @@
 // ... as in the templates
 namespace k_golden {
-using namespace cute;
-using namespace tuner;
+// ... as in the templates
 struct Tensors { void *query, *key, *value, *out, *lse; };
 struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, out_batch, out_head, out_row, splits, pdl, clustered; };
 struct Scalars { double scale; };
@@ -22,18 +21,13 @@ constexpr bool kSplits = !kPersistent;
 constexpr bool kClusters = kSplits && kGroups == 1;
 // Tiles of unlike lengths are handed out by a counter, tiles of one length by their index.
 constexpr bool kDynamic = kPersistent && kCausal;
-constexpr int kCounterBytes = kDynamic ? 256 : 0;
-// Nothing ties the consumers to the producer in a tile without keys: it says itself that it has read
-// where the tile is. From the counter none is taken before it asks.
+// ... as in the templates
 constexpr bool kProducerReturns = kPersistent && !kDynamic && false;
 // Probabilities times 2^kLift: the largest is 256 of e4m3's 448, and 2^-14 is still a normal number.
 constexpr float kLift = 0;
-// Base-2 logarithm of the smallest largest probability, before the lift: below it too few of a row's
-// others are left.
+// ... as in the templates
 constexpr float kLeastResidual = -8;
-// Of two groups that take turns the first alone asks whether K and V are there: the other follows.
-constexpr bool kFirstPolls = kPingPong && kGroups == 2;
-constexpr int kThreads = 128 * (kGroups + 1);
+// ... as in the templates
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 // ... as in the templates
 using SmemLayoutO = decltype(tile_to_shape(SmemAtom<kD, Out>{}, Shape<_16, Int<kD>>{}));  // a warp's rows
@@ -42,8 +36,7 @@ using SmemLayoutVt = decltype(composition(
                                 Stride<Int<kTileN>, _1, Int<kTileN * kD>>{})));
 using GroupLayout = Layout<Shape<Int<kRowGroups>, _1, _1>>;
 using AtomQK = decltype(GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kTileN>, Int<kD>>>());
-using MmaQK = decltype(make_tiled_mma(AtomQK{}, GroupLayout{}));
-using MmaPV = decltype(make_tiled_mma(
+// ... as in the templates
     GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kD>, Int<kTileN>>,
                          GMMA::Major::K, GMMA::Major::MN>(), GroupLayout{}));
 // ... as in the templates
@@ -70,26 +63,20 @@ CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
     auto const shape_kv = make_shape(p.seqlen_kv, p.head_dim, p.heads_kv, p.batch);
     auto const tile_kv = Shape<Int<kTileN>, Int<kD>>{};
     int const head_kv = t.head / (p.heads / kPack / p.heads_kv);
-    auto const at = tile_q_at(t.m_block);
-    Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q<kTileM>(), at);
-    Tensor gK = local_tile(p.k.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
+// ... as in the templates
     Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
-    Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
+// ... as in the templates
     Tensor sV = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutKV{});
 // ... as in the templates
     constexpr uint32_t q_bytes = kTileM * kD * sizeof(Element), kv_bytes = kTileN * kD * sizeof(Element);
-
-    auto load = [&](auto const& tma, auto const& source, auto const& target, uint64_t* full, uint64_t* empty, PipelineState& at, int n) {
-      Empty::wait(&empty[at.stage()], at.phase() ^ 1);
+// ... as in the templates
       Full::arrive_and_expect_tx(&full[at.stage()], kv_bytes);
 // ... as in the templates
     load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n);
 // ... as in the templates
       load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n - 1);
       load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n);
-    }
-    if constexpr (kDynamic) Empty::arrive(&s.tile_wanted);
+// ... as in the templates
     load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n);
 // ... as in the templates
   float factor[2];  // what O must be multiplied by
@@ -97,9 +84,7 @@ CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
   CUTE_DEVICE void maxima(Scores const& scores, float scale_log2) {
 // ... as in the templates
         factor[r] = maximum[r] == top ? 1.f : exp2_approx((maximum[r] - top) * scale_log2);
-        sum[r] *= factor[r];
-      }
-      maximum[r] = top;
+// ... as in the templates
       float const rounded = scaled(top, scale_log2) - kLift;  // not in the choice: it would be a branch
 // ... as in the templates
   CUTE_DEVICE void exponentials(Scores& scores, float scale_log2) {
@@ -108,24 +93,18 @@ CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
         y = exp2_approx(fmaf(y, scale_log2, -shift[r]));
 // ... as in the templates
     for (int i = 0; i < kD / 2; ++i) partials.value[i][thread] = out(i);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+// ... as in the templates
       partials.value[kD / 2 + r][thread] = maximum[r];
       partials.value[kD / 2 + 2 + r][thread] = sum[r];
 // ... as in the templates
       float const other = partials.value[kD / 2 + r][thread], top = fmaxf(maximum[r], other);
-      factor[r] = maximum[r] == top ? 1.f : exp2_approx((maximum[r] - top) * scale_log2);
-      theirs[r] = other == top ? 1.f : exp2_approx((other - top) * scale_log2);
-      maximum[r] = top;
+// ... as in the templates
       sum[r] = sum[r] * factor[r] + partials.value[kD / 2 + 2 + r][thread] * theirs[r];
-    }
-    CUTE_UNROLL
+// ... as in the templates
     for (int i = 0; i < kD / 2; ++i) {
 // ... as in the templates
 CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0, int col0) {
-  int const lane = threadIdx.x % 32;
-  CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
+// ... as in the templates
     int const row = (row0 + 8 * r) / kPack, first = col0 + 2 * (lane % 4);
 // ... as in the templates
   return (shift + log2f(sum)) * kLn2;
@@ -136,22 +115,18 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
   return {p.partial + partial * p.head_dim, p.partial_statistics + partial};
 // ... as in the templates
 CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float const& scale_log2, float const (&norm)[2]) {
-  int const q = threadIdx.x % 4;
-  CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
+// ... as in the templates
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
 // ... as in the templates
       float const sum = softmax.sum[r] * exp2_approx(-softmax.residual(r, scale_log2));
-      if (is_row && q == 0) *target.statistics = make_float2(softmax.maximum[r], sum);
-      CUTE_UNROLL
+// ... as in the templates
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
           *reinterpret_cast<float2*>(target.out + 8 * j + 2 * q) =
 // ... as in the templates
     if (p.lse && is_row && q == 0) p.lse[at] = log_sum_exp(softmax.maximum[r], softmax.sum[r], scale_log2);
-    Out* const target = out_row(p, t, head, seq);
-    CUTE_UNROLL
+// ... as in the templates
     for (int g = 0; g < kD / 32; ++g) {
 // ... as in the templates
       int const column = 32 * g + 8 * q;
@@ -159,9 +134,7 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
   static constexpr int kColumns = kD / 32;  // of O, that a lane has: 32 apart
 // ... as in the templates
   CUTE_DEVICE static float score(Params const& p, Element const* query, Element const* keys, int key, int end) {
-    float sum = 0.f;
-    Element const* const row = keys + min(key, end - 1) * p.key.row;
-    for (int d = 0; d < p.head_dim; ++d) sum = fmaf(float(query[d]), float(row[d]), sum);
+// ... as in the templates
     return sum;
 // ... as in the templates
     Element const* const query = p.query.row_of(t.batch, head, seq);
@@ -171,8 +144,7 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
     int const end = min(end_key(p, p.seqlen_kv, seq), t.last * kTileN);
     float const scale_log2 = score_scale(p, t.batch, head);
     for (int first = begin; vote(first < end); first += 32) maximum = fmaxf(maximum, score(p, query, keys, first + lane, end));
-    maximum = warp_max(maximum);
-    for (int first = begin; vote(first < end); first += 32) {
+// ... as in the templates
       float const below = score(p, query, keys, first + lane, end) - maximum;
 // ... as in the templates
           bool const is_seen = weight > 0.f && lane + 32 * c < p.head_dim;
@@ -191,9 +163,7 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
         if (lane + 32 * c < p.head_dim) out_row(p, t, head, seq)[lane + 32 * c] = Out(again.out[c] * norm);
 // ... as in the templates
     Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kTileM>, Int<kD>>{});
-    Tensor tOrP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});
-    clear(tOrO);
-
+// ... as in the templates
     int const group_row = t.m_block * kTileM + row_group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
     float const& scale_log2 = score_scale(p, t.batch, t.head * kPack + row0 % kPack);
@@ -211,15 +181,12 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
           issue_pv();
 // ... as in the templates
           if constexpr (decltype(is_masked)::value) mask(tSrS, p, keys, row0, n * kTileN);
-          // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
-          // rest is mixed with the conversions.
-          softmax.template maxima<false>(tSrS, scale_log2);
+// ... as in the templates
           constexpr int kEarly = kOctets * 50 / 100;
 // ... as in the templates
         if constexpr (kCausal || kWindowed) {
           while (n - kKeyGroups >= max(first, unmasked)) step(true_type{});
-        }
-        if constexpr (kWindowed) {
+// ... as in the templates
           while (n - kKeyGroups >= max(first, opened)) step(false_type{});
           while (n - kKeyGroups >= first) step(true_type{});
         } else {
@@ -239,9 +206,7 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
     s.tile[round % 2] = t;
     compiler_fence();
     Empty::arrive(&s.tile_full[round % 2]);
-    if (t.m_block < 0) break;
-    if constexpr (kDynamic) {
-      Empty::wait(&s.tile_wanted, round % 2);
+// ... as in the templates
       index = gridDim.x + atomicAdd(p.counter, 1);
 // ... as in the templates
       if constexpr (kIsConsumer && true) work(Tile(t), t);
@@ -257,14 +222,11 @@ struct kernel_golden {
       } else if (kPersistent && threadIdx.x == 32) {
 // ... as in the templates
   int64_t const rows = int64_t(p.batch) * p.heads * p.seqlen_q, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
-  int const lane = threadIdx.x % 32;
-  if (row >= rows) return;
-  float top = -INFINITY;
+// ... as in the templates
   for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, p.partial_statistics[i * rows + row].x);
 // ... as in the templates
   constexpr int kFours = (kD + 127) / 128, kInFlight = 16 / kFours;
-  float4 sum[kFours] = {};
-  float total = 0.f;
+// ... as in the templates
   for (int first = 0; first < p.splits; first += 32) {
     int const here = min(32, p.splits - first);
 // ... as in the templates
@@ -283,12 +245,9 @@ struct kernel_golden {
 // ... as in the templates
                       global_tensor(p.query.data, rows_q(p.seqlen_q), rows_q_stride(p.query.head, p.query.row), p.head_dim,
                                     p.heads / kPack, p.batch, p.query.head * kPack, p.query.batch),
-                      SmemLayoutQ{}, tile_q<kTileM>(), _1{});
-  auto keys = [&](Matrices const& of) {
-    return make_tma_copy(SM90_TMA_LOAD{},
+// ... as in the templates
                          global_tensor(of.data, p.seqlen_kv, of.row, p.head_dim, p.heads_kv, p.batch, of.head, of.batch),
-                         SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kD>>{}, _1{});
-  };
+// ... as in the templates
   p.k = keys(p.key);
   p.v = keys(p.value);
 // ... as in the templates
@@ -299,9 +258,7 @@ struct kernel_golden {
   int64_t const kv_bytes = int64_t(2 * sizeof(Element)) * p.seqlen_kv * p.head_dim;
 // ... as in the templates
     if (int e = launch_one(clear_counter<kernel_golden>, 1, 1, 32, 0, n.pdl, p, stream)) return e;
-  }
-  int const blocks = kPersistent ? std::min(p.tiles, multiprocessors * kBlocksPerSm) : p.tiles;
-  int const cluster = p.is_clustered ? p.splits : 1;
+// ... as in the templates
   if (int e = launch_one(fused_attention<kernel_golden>, blocks, cluster, kThreads, sizeof(Storage), kDynamic || n.pdl, p, stream)) return e;
   if (p.splits == 1 || p.is_clustered) return 0;
   return launch_one(combine<kernel_golden>, (int64_t(p.batch) * p.heads * p.seqlen_q + 3) / 4, 1, 128, 0, true, p, stream);
@@ -312,10 +269,8 @@ extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
   using namespace k_golden;
   Integers const& n = view<Integers>(integers);
   *bytes = kCounterBytes + image_bytes(n) + partial_rows(n) * (n.head_dim + 2) * int64_t(sizeof(float));
-  return 0;
-}
+// ... as in the templates
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {
   using namespace k_golden;
   return k_golden::launch({view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars), workspace},
-                            static_cast<cudaStream_t>(stream));
-}
+// ... as in the templates

@@ -1,7 +1,6 @@
 // ... as in the templates
 namespace k_KERNEL_ID {
-using namespace cute;
-using namespace tuner;
+// ... as in the templates
 struct Tensors { void *query, *key, *value, *out, *logsumexp, *grad_out, *grad_query, *grad_key, *grad_value; };
 struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, out_batch, out_head, out_row, grad_out_batch, grad_out_head, grad_out_row, grad_query_batch, grad_query_head, grad_query_row, grad_key_batch, grad_key_head, grad_key_row, grad_value_batch, grad_value_head, grad_value_row, pdl, section_heads; };
 struct Scalars { double scale; };
@@ -54,8 +53,7 @@ static_assert(sizeof(Storage) == 198656);
       float const lse = is_row ? p.lse[(int64_t(batch) * p.heads + head) * p.seqlen_q + query] : -INFINITY;
 // ... as in the templates
   int const vectors = p.head_dim / 8, rows = min(kTileM, p.seqlen_q - m_block * kTileM);
-  for (int i = threadIdx.x; i < rows * vectors; i += 128 * kGroups) {
-    int const row = i / vectors, column = i % vectors * 8;
+// ... as in the templates
     *reinterpret_cast<uint4*>(p.grad_query.row_of(batch, head, m_block * kTileM + row) + column) =
 // ... as in the templates
 struct kernel_KERNEL_ID {
@@ -76,11 +74,8 @@ struct kernel_KERNEL_ID {
 
 extern "C" int tuner_KERNEL_ID_workspace(int64_t const* integers, int64_t* bytes) {
   using namespace k_KERNEL_ID;
-  *bytes = Workspace(view<Integers>(integers)).bytes;
-  return 0;
-}
+// ... as in the templates
 extern "C" int tuner_KERNEL_ID_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {
   using namespace k_KERNEL_ID;
   return k_KERNEL_ID::launch({view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars), workspace},
-                            static_cast<cudaStream_t>(stream));
-}
+// ... as in the templates

@@ -1,8 +1,6 @@
 // ... as in the templates
 namespace k_golden {
-
-using namespace tuner;
-
+// ... as in the templates
 constexpr int kWarps = 8;
 constexpr int kKWarps = 8;
 constexpr int kRowTiles = 2;
@@ -10,8 +8,7 @@ constexpr int kPieces = 4;
 constexpr int kStages = 3;
 constexpr int kBlocksPerSm = 2;
 constexpr bool kWide = false;
-constexpr int kMaxM = kWide ? 16 : 8;
-
+// ... as in the templates
 using Input = __half;
 using Output = __half;
 // ... as in the templates
@@ -33,19 +30,15 @@ struct Scalars { double alpha; };
   for (const void* tensor : {tensors.a, tensors.b, tensors.d})
 // ... as in the templates
   return cudaLaunchKernelEx(&config, gemv_golden, p);
-}
-
+// ... as in the templates
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
   *bytes = 0;
   using namespace k_golden;
-  return valid(view<Integers>(integers)) ? 0 : static_cast<int>(cudaErrorInvalidValue);
-}
-
+// ... as in the templates
 extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers,
                                      const double* scalars, void*, void* stream) {
   using namespace k_golden;
   return static_cast<int>(k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
-                                             static_cast<cudaStream_t>(stream)));
-}
+// ... as in the templates

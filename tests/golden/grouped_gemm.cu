@@ -20,9 +20,7 @@ using LayoutD = cutlass::layout::RowMajor*;
     cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong>::CollectiveOp;
 // ... as in the templates
         typename BaseMainloop::GmemTiledCopyA{}, rows,
-        typename BaseMainloop::SmemLayoutA{}(_, _, Int<0>{}),
-        make_shape(shape<0>(Tile{}), shape<2>(Tile{})), size<1>(Cluster{}));
-    params.tma_load_b = make_tma_copy(
+// ... as in the templates
         typename BaseMainloop::GmemTiledCopyB{}, weights,
 // ... as in the templates
     return tiles(problem, params, row, weight);

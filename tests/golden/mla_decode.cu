@@ -1,8 +1,6 @@
 // ... as in the templates
 namespace k_golden {
-
-using namespace tuner;
-
+// ... as in the templates
 using Element = __half;
 // ... as in the templates
 constexpr int kCluster = 1;
@@ -12,9 +10,7 @@ constexpr bool kWholeRows = false;
 // ... as in the templates
 // d = x y, or += x y: 64 rows, 64 columns, 16 of K.
 __device__ __forceinline__ void multiply_scores(float (&d)[32], uint64_t x, uint64_t y, int adds) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
+// ... as in the templates
       "setp.ne.b32 p, %34, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -25,14 +21,10 @@ __device__ __forceinline__ void multiply_scores(float (&d)[32], uint64_t x, uint
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), 
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), 
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(x), "l"(y), "r"(adds));
-}
-
+// ... as in the templates
 // d = x y, or += x y: 64 rows, 256 columns, 16 of K.
 __device__ __forceinline__ void multiply_values(float (&d)[128], uint64_t x, uint64_t y, int adds) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
+// ... as in the templates
       "setp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -61,14 +53,10 @@ __device__ __forceinline__ void multiply_values(float (&d)[128], uint64_t x, uin
         "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), 
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), 
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(x), "l"(y), "r"(adds));
-}
-
+// ... as in the templates
 // d = x y, or += x y: 64 rows, 256 columns, 16 of K.
 __device__ __forceinline__ void multiply_own_values(float (&d)[128], uint32_t const (&x)[4], uint64_t y, int adds) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
+// ... as in the templates
       "setp.ne.b32 p, %133, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -100,9 +88,7 @@ __device__ __forceinline__ void multiply_own_values(float (&d)[128], uint32_t co
       : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(adds));
 // ... as in the templates
 // A box of the cache, to the same place in each block of the cluster.
-__device__ __forceinline__ void copy_rows(CUtensorMap const& map, uint32_t to, int column, int slot, int page, uint32_t barrier,
-                                          uint64_t policy) {
-  asm volatile(
+// ... as in the templates
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, { %2, %3, %4 }], [%5], %6;"
       ::"r"(to), "l"(&map), "r"(column), "r"(slot), "r"(page), "r"(barrier), "l"(policy) : "memory");
@@ -147,8 +133,7 @@ struct Scalars { double scale; };
   error = launch_one(mla_decode_golden, p.shares * p.row_blocks, kThreads, kSmemBytes, kCluster, call.pdl != 0, p, stream);
   if (error != cudaSuccess || p.shares == 1) return error;
   return launch_one(combine_golden, kCombineBlocks * multiprocessors, kCombineThreads, 0, 1, true, p, stream);
-}
-
+// ... as in the templates
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
@@ -158,5 +143,4 @@ extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers
                                      void* stream) {
   using namespace k_golden;
   return static_cast<int>(k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars), workspace,
-                                             static_cast<cudaStream_t>(stream)));
-}
+// ... as in the templates

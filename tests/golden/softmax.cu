@@ -1,8 +1,6 @@
 // ... as in the templates
 namespace k_golden {
-
-using namespace tuner;
-
+// ... as in the templates
 constexpr bool kBfloat16 = false;
 constexpr int kThreadsPerRow = 32;
 constexpr int kVector = 4;
@@ -18,8 +16,7 @@ struct Integers { int64_t rows, cols, stride_scores, stride_probabilities, query
 struct Scalars { double scale, factor; };
 // ... as in the templates
   return cudaLaunchKernelEx(&config, softmax_golden, params);
-}
-
+// ... as in the templates
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(const int64_t*, int64_t* bytes) {
@@ -28,5 +25,4 @@ extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers
                                      const double* scalars, void*, void* stream) {
   using namespace k_golden;
   return static_cast<int>(k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
-                                             static_cast<cudaStream_t>(stream)));
-}
+// ... as in the templates

@@ -1,7 +1,6 @@
 // ... as in the templates
 namespace k_golden {
-using namespace cute;
-using namespace tuner;
+// ... as in the templates
 struct Tensors { void *query, *key, *probabilities, *statistics, *bias; };
 struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, first_head, head_count, first_row, row_count, pdl, query_batch, query_head, query_row, key_batch, key_head, key_row, splits, bias_batch, bias_head, bias_row; };
 struct Scalars { double scale, softcap; };
@@ -26,11 +25,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) two_kernel_scores(CUTE
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(int64_t const*, int64_t* bytes) {
-  *bytes = 0;
-  return 0;
-}
+// ... as in the templates
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void*, void* stream) {
   using namespace k_golden;
   return k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
-                            static_cast<cudaStream_t>(stream));
-}
+// ... as in the templates

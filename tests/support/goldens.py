@@ -21,7 +21,7 @@ from tuner.base import resources
 
 MANIFEST = "manifest.json"
 PASSAGE = "// ... as in the templates"
-_SHORT_PASSAGE = 3  #: lines of a passage that a text for review repeats
+_SHORT_PASSAGE = 1  #: lines of a passage that a text for review repeats
 _MEANT = "if this is meant: scripts/test -k golden --write-goldens"
 
 

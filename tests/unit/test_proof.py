@@ -68,10 +68,10 @@ def test_a_wrong_kernel_is_caught_and_named_with_its_problem(built: Path) -> Non
 
 @pytest.mark.parametrize("status", [Status.TIMEOUT, Status.WORKER_DIED, Status.ILLEGAL_ACCESS])
 def test_a_kernel_that_hangs_or_strays_has_a_fault(built: Path, status: Status) -> None:
-    progress = prover(Worker(lambda ask: CandidateOutcome(status, log="gone"))).run(
-        plan(built, TARGETS)
-    )
+    worker = Worker(lambda ask: CandidateOutcome(status, log="gone"))
+    progress = prover(worker).run(plan(built, TARGETS))
     assert len(progress.faults) == 3 and str(status) in progress.faults[0]
+    assert len(worker.asks) == 3, "alone, none is tried again"
 
 
 @pytest.mark.parametrize(("stack", "is_proven"), [(MAX_STACK_BYTES, True), (1168, False)])
