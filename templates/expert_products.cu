@@ -7,8 +7,8 @@
 //   down  the product of each row: weights (G, H, I)
 //
 // A thread block has a tile and some columns. Its warps multiply 32 of the weights' rows each, as the left operand of
-// mma.sync, and the tile's rows are the right one. The weights are read once a tile. All results are the same from
-// run to run, and a row's do not depend on the others.
+// mma.sync, and the tile's rows are the right one. The weights are read once a tile. Where there are few thread blocks,
+// groups of warps share the depth, and the first adds their sums. All results are the same from run to run.
 //
 // Compiled with TUNER_KERNEL, the end of its functions' names.
 //
@@ -31,7 +31,7 @@
 //   tile_rows    16, 32 or 64
 //   tile_count   tiles, or more
 //   width        bytes of an expert's number, 4 or 8 (place)
-//   is_narrow    1: thread blocks of two warps in place of four
+//   is_narrow    1: half the columns a thread block, and up to three groups of two warps
 //   pdl          1: launch with programmatic stream serialization
 // Tensors of other stages are null.
 #include <atomic>
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kListThreads) list(const void* __restrict__ ex
 
 // 16 bytes to shared memory; zeros where they are not there.
 __device__ __forceinline__ void copy_vector(uint32_t to, const void* from, bool is_there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLater>
@@ -159,22 +159,35 @@ __device__ __forceinline__ float gated(float gate, float up) { return __fdiv_rn(
 
 template <int kRows, int kWarps, bool kIsUp>
 struct Product {
-  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kGroups = kWarps == 2 && kRows <= 32 ? 3 : 1;  // of warps that share the depth
+  static constexpr int kThreads = kWarps * kWarp;                    // of a group
   static constexpr int kHalf = kWarps * 16, kWeights = 2 * kHalf;  // the weights' rows of a step; gate and up, or side by side
   static constexpr int kWidth = kIsUp ? kHalf : kWeights;          // columns of out
   static constexpr int kLines = kThreads / kChunks;                // rows that the threads copy at once
   static constexpr int kTurns = kHalf / kLines;
   static constexpr int kRowTurns = (kRows + kLines - 1) / kLines;
-  static constexpr int kStages = kWarps == 2 ? 6 : 4;
+  static constexpr int kStages = kGroups > 1 ? 3 : kWarps == 2 ? 6 : 4;
   static constexpr int kStageBytes = (kWeights + kRows) * kLine;
-  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static constexpr int kGroupBytes = kStages * kStageBytes, kSharedBytes = kGroups * kGroupBytes;
+  static constexpr int kSums = kRows;  // of a thread
   static constexpr int kPitch = kWidth + kVector;  // of a row of the results in shared memory
   static_assert(kRows * kPitch * int(sizeof(Element)) <= kSharedBytes, "results lie over the stages");
+  static_assert((kGroups - 1) * kSums * kThreads * int(sizeof(float)) <= kSharedBytes, "sums lie over the stages");
   static_assert(kLines % 8 == 0, "a thread's rows are swizzled alike");
 };
 
+// Waits for the threads of a group.
+template <int kGroups, int kThreads>
+__device__ __forceinline__ void meet(int group) {
+  if constexpr (kGroups == 1) {
+    __syncthreads();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kThreads) : "memory");
+  }
+}
+
 template <int kRows, int kWarps, bool kIsUp>
-__global__ void __launch_bounds__(kWarps * kWarp) product(const Element* __restrict__ rows, const Element* __restrict__ weights,
+__global__ void __launch_bounds__(Product<kRows, kWarps, kIsUp>::kThreads * Product<kRows, kWarps, kIsUp>::kGroups) product(const Element* __restrict__ rows, const Element* __restrict__ weights,
                                                           const int* __restrict__ offsets, const int* __restrict__ order,
                                                           const int2* __restrict__ tiles, Element* __restrict__ out, int top_k, int columns,
                                                           int depth, int64_t row_stride) {
@@ -185,7 +198,8 @@ __global__ void __launch_bounds__(kWarps * kWarp) product(const Element* __restr
   const int2 tile = tiles[blockIdx.x];
   if (tile.x < 0) return;
   const int left = min(kRows, offsets[tile.x + 1] - tile.y);
-  const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+  const int group = threadIdx.x / P::kThreads, thread = threadIdx.x % P::kThreads;
+  const int line = thread / kChunks, chunk = thread % kChunks;
   const int first = blockIdx.y * P::kWidth;
   const Element* const matrix = weights + int64_t(tile.x) * (kIsUp ? 2 : 1) * columns * depth + chunk * kVector;
   const Element* const low = matrix + int64_t(first + line) * depth;
@@ -198,12 +212,12 @@ __global__ void __launch_bounds__(kWarps * kWarp) product(const Element* __restr
     const int64_t index = row >= left ? 0 : kIsUp ? order[tile.y + row] / top_k : tile.y + row;
     x[turn] = rows + index * row_stride + chunk * kVector;
   }
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) + group * P::kGroupBytes;
   const uint32_t mine = at(line, chunk);
-  const int steps = (depth + kDepth - 1) / kDepth;
+  const int all_steps = (depth + kDepth - 1) / kDepth, steps = (all_steps + P::kGroups - 1 - group) / P::kGroups;
 
   auto const load = [&](int step) {
-    const int k = step * kDepth;
+    const int k = (step * P::kGroups + group) * kDepth;
     const bool is_inside = k + chunk * kVector < depth;
     const uint32_t to = base + step % P::kStages * P::kStageBytes + mine;
 #pragma unroll
@@ -223,14 +237,14 @@ __global__ void __launch_bounds__(kWarps * kWarp) product(const Element* __restr
   };
 
   float sums[2][kRows / 8][4] = {};
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int warp = thread / kWarp, lane = thread % kWarp;
   for (int step = 0; step < P::kStages - 1; ++step) {
     if (step < steps) load(step);
     commit();
   }
   for (int step = 0; step < steps; ++step) {
     wait_but<P::kStages - 2>();
-    __syncthreads();
+    meet<P::kGroups, P::kThreads>(group);
     if (step + P::kStages - 1 < steps) load(step + P::kStages - 1);
     commit();
     const uint32_t from = base + step % P::kStages * P::kStageBytes;
@@ -254,6 +268,20 @@ __global__ void __launch_bounds__(kWarps * kWarp) product(const Element* __restr
   }
   wait_but<0>();
   __syncthreads();
+  if constexpr (P::kGroups > 1) {
+    float* const parts = reinterpret_cast<float*>(shared) + thread;
+    float* const flat = &sums[0][0][0];
+#pragma unroll
+    for (int i = 0; i < P::kSums; ++i)
+      if (group != 0) parts[((group - 1) * P::kSums + i) * P::kThreads] = flat[i];
+    __syncthreads();
+    if (group != 0) return;
+#pragma unroll
+    for (int other = 0; other < P::kGroups - 1; ++other)
+#pragma unroll
+      for (int i = 0; i < P::kSums; ++i) flat[i] += parts[(other * P::kSums + i) * P::kThreads];
+    meet<P::kGroups, P::kThreads>(group);
+  }
 
   Element* const results = reinterpret_cast<Element*>(shared);
 #pragma unroll
@@ -269,9 +297,9 @@ __global__ void __launch_bounds__(kWarps * kWarp) product(const Element* __restr
       }
     }
   }
-  __syncthreads();
+  meet<P::kGroups, P::kThreads>(group);
   constexpr int kVectors = P::kWidth / kVector;
-  for (int i = threadIdx.x; i < left * kVectors; i += P::kThreads) {
+  for (int i = thread; i < left * kVectors; i += P::kThreads) {
     const int row = i / kVectors, column = i % kVectors * kVector;
     if (first + column < columns)
       *reinterpret_cast<uint4*>(out + int64_t(tile.y + row) * columns + first + column) =
@@ -297,7 +325,7 @@ cudaError_t launch(Tensors const& tensors, Integers const& call, cudaLaunchConfi
   using P = Product<kRows, kWarps, kIsUp>;
   if (cudaError_t error = prepare<kRows, kWarps, kIsUp>(); error != cudaSuccess) return error;
   config.gridDim = dim3(static_cast<unsigned>(call.tile_count), static_cast<unsigned>((call.columns + P::kWidth - 1) / P::kWidth));
-  config.blockDim = dim3(P::kThreads);
+  config.blockDim = dim3(P::kThreads * P::kGroups);
   config.dynamicSmemBytes = P::kSharedBytes;
   const Element *rows = static_cast<const Element*>(tensors.rows), *weights = static_cast<const Element*>(tensors.weights);
   const int *offsets = static_cast<const int*>(tensors.offsets), *order = static_cast<const int*>(tensors.order);
@@ -349,7 +377,11 @@ cudaError_t launch(Tensors const& tensors, Integers const& call, cudaStream_t st
                               static_cast<int>(call.tile_rows), static_cast<int>(call.tile_count));
   }
   if (misses(tensors.rows, 16) || misses(tensors.weights, 16) || misses(tensors.out, 16)) return cudaErrorMisalignedAddress;
-  return call.tile_rows == 16 ? launch<16>(tensors, call, config) : call.tile_rows == 32 ? launch<32>(tensors, call, config) : launch<64>(tensors, call, config);
+  switch (call.tile_rows) {
+    case 16: return launch<16>(tensors, call, config);
+    case 32: return launch<32>(tensors, call, config);
+    default: return launch<64>(tensors, call, config);
+  }
 }
 
 }  // namespace

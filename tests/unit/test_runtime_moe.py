@@ -215,6 +215,7 @@ def test_a_call_of_many_rows_loads_the_kernel_too(
     tiled: Any, moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tuner.runtime.products.expert_products.TILES", {1: 16})
+    monkeypatch.setattr("tuner.runtime.products.expert_products.SMALL", 0)
     moe(*inputs(dtype=torch.bfloat16))
     proof = len(tiled.products.launches)
     assert proof == 9 and tiled.runtime.counters.stats().hits == 0
@@ -223,8 +224,15 @@ def test_a_call_of_many_rows_loads_the_kernel_too(
 def test_rows_of_a_tile_follow_from_the_mean_of_an_expert() -> None:
     from tuner.runtime.products.expert_products import tile_rows
 
-    sizes = [tile_rows(slots, 8) for slots in (1, 8, 33, 128, 129, 384, 385)]
-    assert sizes == [16, 16, 32, 32, 64, 64, 0]
+    means = (1, 2, 11, 25, 35, 48, 61, 160, 161)
+    wanted = {
+        1 << 20: [16, 16, 32, 32, 64, 64, 0, 0, 0],
+        2 << 20: [16, 0, 0, 32, 64, 64, 0, 0, 0],
+        1 << 18: [16, 16, 32, 32, 64, 64, 64, 64, 0],
+    }
+    for size, rows in wanted.items():
+        assert [tile_rows(8 * mean, 8, size) for mean in means] == rows
+    assert tile_rows(3, 8, 2 << 20) == 16  # one row of each of three
 
 
 @pytest.mark.parametrize("stage", (2, 3))

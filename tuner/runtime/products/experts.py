@@ -227,7 +227,8 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
 
 
 def _tile_rows(call: Layer) -> int:
-    return expert_products.tile_rows(call.experts.numel(), call.down.shape[0])
+    count, hidden, inner = call.down.shape
+    return expert_products.tile_rows(call.experts.numel(), count, hidden * inner)
 
 
 def _products(call: Layer) -> expert_products.LaunchedProducts | None:
