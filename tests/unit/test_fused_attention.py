@@ -133,13 +133,12 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "turn_ends": "scores",
         "split_keys": 512,
         "carries_parts": True,
-        "clusters_parts": True,
         "column_groups": 2,
         "searches": True,
         "fills_rows": True,
     }
     absent = {"key_groups", "stages_output", "pads_heads", "skips_masked", "rescale", "split_keys"}
-    absent |= {"turn_ends", "carries_parts", "clusters_parts", "column_groups", "searches"}
+    absent |= {"turn_ends", "carries_parts", "column_groups", "searches"}
     absent |= {"fills_rows"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)

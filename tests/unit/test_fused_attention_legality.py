@@ -49,8 +49,6 @@ RESCALES = "rescale is for one score buffer, only"
 SKIPS = "skips_masked is for persistent blocks under a causal mask alone, with one score buffer"
 HALVES: dict[str, Value] = {"skips_masked": "halves"}
 STAGED: dict[str, Value] = {"stages_output": True}
-CLUSTERS = "clusters_parts is for one warp group, of blocks that do not persist"
-CLUSTERED: dict[str, Value] = {"split_keys": 512, "clusters_parts": True}
 CARRIED: dict[str, Value] = {"split_keys": 512, "carries_parts": True, "rescale": "lazy", **STAGED}
 WGMMA = "accumulator registers of a WGMMA + 26 exceed"
 
@@ -156,9 +154,6 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
         ("D=64,causal=1,varlen=1", make(2, 64, split_keys=512), PARTS_OF),
         ("D=64", make(2, 96, split_keys=512), "tile_n=96 does not divide split_keys=512"),
         ("D=64", make(2, 64, carries_parts=True), "carries_parts goes with split_keys"),
-        ("D=64", make(1, 64, clusters_parts=True), "clusters_parts goes with split_keys"),
-        ("D=64", make(2, 64, **CLUSTERED), CLUSTERS),
-        ("D=64", make(1, 64, persistent=True, **CLUSTERED), CLUSTERS),
         (
             "D=64",
             make(2, 64, splits=2, **CARRIED),
@@ -174,13 +169,6 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
     found = FAMILY.violations(AttentionProblem.parse(f"S=1024,{text}"), config, DEFAULT_GPU)
     assert len(found) == 1, found
     assert found[0].startswith(reason)
-
-
-def test_a_cluster_has_a_block_for_each_part() -> None:
-    config = make(1, 64, combine="cluster", **CLUSTERED)
-    for keys, reasons in ((8192, []), (8200, ["17 parts exceed the 16 blocks of a cluster"])):
-        problem = AttentionProblem.parse(f"SQ=1,SKV={keys},D=64")
-        assert FAMILY.violations(problem, config, DEFAULT_GPU) == reasons
 
 
 @pytest.mark.parametrize(
@@ -209,8 +197,6 @@ def test_a_cluster_has_a_block_for_each_part() -> None:
         ("D=64", make(3, 64, persistent=True, split_keys=512, carries_parts=True)),
         ("D=128,causal=1", make(2, 128, persistent=True, kv_stages=2, **CARRIED, **HALVES)),
         ("D=64", make(2, 64, split_keys=512, combine="kernel")),
-        ("D=64", make(1, 64, combine="kernel", **CLUSTERED)),
-        ("D=64", make(1, 64, combine="cluster", **CLUSTERED)),
         ("D=64,page_size=16", make(1, 128, split_keys=2048)),
         ("D=128,causal=1", make(2, 128, persistent=True, **HALVES)),
         ("H=8,HKV=2,D=64,causal=1", make(2, 64, packed_heads=4, persistent=True, **HALVES)),

@@ -15,7 +15,6 @@ MEANINGS: Mapping[str, str] = {
     "cluster": "Blocks of a cluster that each bring a part of every tile of keys to all.",
     "cluster_m": "Blocks of a thread block cluster along M; they share loads by multicast.",
     "cluster_n": "Blocks of a thread block cluster along N; they share loads by multicast.",
-    "clusters_parts": "The blocks of a cluster add their parts of the keys in order.",
     "column_groups": "Warp groups that share rows, each with its part of the columns of V and O.",
     "combine": "Place where splits are combined: a cluster's shared memory, or a second kernel.",
     "copy_warps": "Warps that issue the copies of a tile of a paged cache.",

@@ -38,9 +38,7 @@ def schedules(problem: Problem, config: Config) -> list[Config]:
     undivided = family(config.family).called(problem, Config(config.family, params), 1)
     if "split_keys" not in params or params["persistent"]:
         return [undivided]
-    ways = ("kernel", "cluster")[: 1 + ("clusters_parts" in params)]
-    shared = [Config(config.family, {**undivided.params, "combine": way}) for way in ways]
-    return [undivided, *shared]
+    return [undivided, Config(config.family, {**undivided.params, "combine": "kernel"})]
 
 
 class Checks:

@@ -30,7 +30,6 @@ from tuner.families.fused_attention.arguments import (
 )
 from tuner.families.fused_attention.grid import MIN_SPLIT_KEYS
 from tuner.families.fused_attention.legality import (
-    CLUSTERED_SHARE,
     MAX_CLUSTERED,
     MAX_SPLITS,
     MIN_ROW_STEP,
@@ -63,6 +62,10 @@ WORDS = {
     "rescale": ("lazy",),
     "turn_ends": ("scores",),
 }
+#: Share of the multiprocessors that clusters can be relied on to fill: a cluster's are those of one
+#: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
+#: took two rounds.
+CLUSTERED_SHARE = 0.85
 #: Clusters of more than `SMALL_CLUSTER` blocks, for each block of a multiprocessor, that take one
 #: round: with more of them `SMALL_CLUSTER` splits took a fifth to a third less time (H200, H100).
 LARGE_CLUSTERS, SMALL_CLUSTER = 7, 8
@@ -121,14 +124,13 @@ class FusedAttention(Family):
         "searches": (True,),
         "split_keys": (256, 512, 1024, 2048),
         "carries_parts": (True,),
-        "clusters_parts": (True,),
     }
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "goes_straight", "longest_first", "rescale", "turn_ends", "split_keys"),
-            *("carries_parts", "clusters_parts", "column_groups", "searches", "fills_rows"),
+            *("carries_parts", "column_groups", "searches", "fills_rows"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -210,7 +212,7 @@ class FusedAttention(Family):
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in PAGED_ONLY:
             params.pop(name, None)
-        for name in ("split_keys", "carries_parts", "clusters_parts", "searches", "fills_rows"):
+        for name in ("split_keys", "carries_parts", "searches", "fills_rows"):
             params.pop(name, None)
         for name in _DRAWN_HALF:
             if rng.random() < 0.5:
@@ -324,7 +326,7 @@ class FusedAttention(Family):
 
     def ordered_schedule(self, config: Config) -> Mapping[str, Value]:
         is_shared = "split_keys" in config.params and "combine" in config.params
-        return {"splits": 1, "combine": config["combine"]} if is_shared else {"splits": 1}
+        return {"splits": 1, "combine": "kernel"} if is_shared else {"splits": 1}
 
     def holds(self, config: Config, group: int) -> bool:
         return is_held(group, int(config.get("packed_heads", 1)), "pads_heads" in config.params)

@@ -37,10 +37,6 @@ MIN_ROW_STEP = 64
 MAX_STAGED = 16
 #: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
 MAX_SPLITS = 512
-#: Share of the multiprocessors that clusters can be relied on to fill: a cluster's are those of one
-#: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
-#: took two rounds.
-CLUSTERED_SHARE = 0.85
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
 MAX_CLUSTERED = 16
 #: Keys of a block that a WGMMA may take half of.
@@ -87,11 +83,10 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     reasons += _blocks(problem, config)
     if splits > 1 and config["persistent"]:
         reasons.append(f"splits={splits} is for one block a tile, not for persistent blocks")
-    of_parts = [name for name in ("carries_parts", "clusters_parts") if name in config.params]
     if "split_keys" in config.params:
         reasons += _parts(problem, config)
-    elif of_parts:
-        reasons += [f"{name} goes with split_keys" for name in of_parts]
+    elif "carries_parts" in config.params:
+        reasons.append("carries_parts goes with split_keys")
     elif ("combine" in config.params) != (splits > 1):
         reasons.append("combine is for splits > 1, only")
     elif config.get("combine", "kernel") == "cluster":
@@ -235,18 +230,10 @@ def _parts(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append(f"split_keys is for splits=1 without {', '.join(excluded)}, only")
     if config["score_buffers"] > 1:
         reasons.append("split_keys is for one score buffer, only")
-    by_cluster = "clusters_parts" in params
-    if by_cluster and (config["persistent"] or config["warp_groups"] > 1):
-        reasons.append("clusters_parts is for one warp group, of blocks that do not persist")
-    combine = params.get("combine", "kernel")
-    is_wrong = combine != "kernel" and not by_cluster
-    if "combine" in params and (config["persistent"] or is_wrong):
+    if "combine" in params and (config["persistent"] or params["combine"] != "kernel"):
         reasons.append(
             "parts of split_keys are combined by a kernel, of blocks that do not persist"
         )
-    blocks = -(-problem.seqlen_kv // keys)
-    if combine == "cluster" and blocks > MAX_CLUSTERED:
-        reasons.append(f"{blocks} parts exceed the {MAX_CLUSTERED} blocks of a cluster")
     is_other = problem.is_varlen and not problem.is_paged
     is_other |= problem.is_windowed or problem.has_sinks or bool(problem.block_mask)
     if is_other or problem.dtype == E4M3:

@@ -1,9 +1,9 @@
 """Kernels of fixed parts: each row's sum is divided at the same keys, whatever the call.
 
-One block adds all parts of a tile. Or each part has a block, and their cluster or a second kernel
-adds them in the same order. The bits are equal, so a call takes what is faster. At D = 128 O does
-not fit twice into the registers: the sum so far lies in shared memory, as in prompts at D = 64. The
-kernels serve the batch-invariant mode alone (`tuner.selection.invariant`).
+One block adds all parts of a tile, or each part has a block and a second kernel adds them in the
+same order. The bits are equal, so a call takes what is faster. At D = 128 O does not fit twice into
+the registers: the sum so far lies in shared memory, as in prompts at D = 64. The kernels serve the
+batch-invariant mode alone (`tuner.selection.invariant`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from tuner.config import Config, Value
-from tuner.families.fused_attention.legality import CLUSTERED_SHARE, MAX_SPLITS, WHOLE_ROWS
+from tuner.families.fused_attention.legality import MAX_SPLITS, WHOLE_ROWS
 from tuner.families.fused_attention.packing import NAME
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, DType
@@ -33,15 +33,11 @@ MOST_PADDED = PACKS[-1][0]
 """Heads of the pack that is filled up: it reads the keys once."""
 MOST_QUERIES = 64
 """Queries from which on a call has kernels of prompts."""
-CLUSTERED = 8
-"""Blocks of a cluster at most: many clusters of more take two rounds."""
 _COMMON: Mapping[str, Value] = {
     **{"tile_n": TILE_KEYS, "split_keys": KEYS, "splits": 1, "score_buffers": 1},
     **{"q_in_registers": False, "pdl": True},
 }
 _WIDE: Mapping[str, Value] = {"carries_parts": True, "rescale": "lazy", "blocks_per_sm": 1}
-BY_CLUSTER = False
-"""True if decoding kernels are those whose clusters may add the parts."""
 DECODING: Mapping[int, Mapping[str, Value]] = {
     64: {"blocks_per_sm": 2},
     128: {**_WIDE, "kv_stages": 2},
@@ -72,14 +68,9 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
     packed = MOST_PADDED if is_padded else 4 if group % 4 == 0 else 1
     decoding = _decoding(problem, packed, is_padded)
     tiles = _tiles(problem, decoding)
-    room = gpu.sm_count * int(decoding["blocks_per_sm"])
-    if 2 * tiles <= room * 0.9:
+    if 2 * tiles <= gpu.sm_count * int(decoding["blocks_per_sm"]) * 0.9:
         if problem.seqlen_kv > KEYS:  # whole tiles would leave most of the GPU idle
-            count = -(-problem.seqlen_kv // KEYS)
-            is_clustered = "clusters_parts" in decoding.params and count <= CLUSTERED
-            is_clustered &= tiles * count <= room * CLUSTERED_SHARE
-            combine = "cluster" if is_clustered else "kernel"
-            decoding = Config(NAME, {**decoding.params, "combine": combine})
+            decoding = Config(NAME, {**decoding.params, "combine": "kernel"})
     elif tiles > gpu.sm_count and problem.head_dim > 64:
         decoding = _decoding(problem, packed, is_padded, persistent=True)
     is_prompt = problem.seqlen_q * packed >= MOST_QUERIES * 2
@@ -120,7 +111,7 @@ def reduction(config: Config) -> Mapping[str, Any]:
 
 def usual(problem: AttentionProblem, config: Config) -> Config:
     """The config of the kernel that divides the keys evenly, into as many parts."""
-    excluded = "split_keys", "carries_parts", "clusters_parts"
+    excluded = "split_keys", "carries_parts"
     params = {name: value for name, value in config.params.items() if name not in excluded}
     if "combine" in params:
         params["splits"] = min(MAX_SPLITS, -(-problem.seqlen_kv // KEYS))
@@ -162,7 +153,6 @@ def _decoding(
         {
             **{"warp_groups": 1, "kv_stages": 3 if problem.is_paged else 2, "early_exp": 0},
             **{"persistent": persistent, **packing, **({"pads_heads": True} if pads else {})},
-            **({"clusters_parts": True} if BY_CLUSTER and not persistent else {}),
             **DECODING[problem.head_dim],
         },
     )
