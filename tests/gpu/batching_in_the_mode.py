@@ -71,7 +71,7 @@ def main(folder: str) -> None:
         [draw.randrange(2, model.config.vocab_size) for _ in range(length)]
         for length in (LENGTH, *(draw.randint(5, 700) for _ in range(OTHERS)))
     )
-    with torch.inference_mode(), tuner.deterministic("batch"):
+    with tuner.deterministic("batch"):
         (alone,) = answers(model, [mine])
         found = {"again": answers(model, [mine]) == [alone]}
         for name, place in (("first", 0), ("amidst", OTHERS // 2), ("last", OTHERS)):

@@ -36,7 +36,7 @@ from tuner.families.collective import (
     PROMOTED_K,
     TMA_EPILOGUE,
 )
-from tuner.families.gemm import cost, legality
+from tuner.families.gemm import cost, legality, undivided
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.chip_work import gemm_work
 from tuner.families.gemm.shape import DECOMPOSITIONS, RASTER_ORDERS, SWIZZLES, oriented
@@ -259,6 +259,15 @@ class Gemm(StridedProduct):
 
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
         return reduction_of(as_gemm(problem, Gemm.name), config)
+
+    def invariant_kernels(self, problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+        if undivided.is_served(problem):
+            us = self.predict_us(problem, undivided.KERNEL, gpu) * undivided.FACTOR
+            yield us, undivided.KERNEL
+
+    def invariant_builds(self, dtype: DType) -> Iterator[tuple[Config, Problem]]:
+        if dtype == undivided.SMALL.dtype:
+            yield undivided.KERNEL, undivided.SMALL
 
     def legality_facts(self, problem: Problem) -> Hashable:
         product = as_gemm(problem, Gemm.name)
