@@ -115,6 +115,8 @@ def draw_weights(model: Any) -> int:
 
     generator = torch.Generator("cuda").manual_seed(0)
     for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            continue  # a factor of the cache
         width = parameter.shape[-1]
         if "scale" in name:  # of blocks of 128 x 128
             deviation = (128 * width) ** -0.5 / E4M3_DEVIATION
