@@ -356,16 +356,16 @@ def within_noise(ratio: float, one: float, other: float) -> bool:
 
 def is_tie(one: Measurement, other: Measurement) -> bool:
     """True when two times are equal within their measured noise, at most `TIE`."""
-    fast, slow = sorted((_us(one), _us(other)))
+    fast, slow = sorted((latency(one), latency(other)))
     return within_noise(slow / fast, deviation(one), deviation(other))
 
 
 def deviation(measurement: Measurement) -> float:
     """Standard deviation over the rounds, relative to the median."""
-    return (measurement.std_us or 0.0) / _us(measurement)
+    return (measurement.std_us or 0.0) / latency(measurement)
 
 
-def _us(measurement: Measurement) -> float:
+def latency(measurement: Measurement) -> float:
     """Latency in microseconds; infinite for a measurement that did not pass."""
     return math.inf if measurement.latency_us is None else measurement.latency_us
 

@@ -22,7 +22,7 @@ from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.measurement import Environment, Measurement, Regime, Status, latency
 from tuner.problem import AttentionProblem, SoftmaxProblem
 from tuner.report import analysis, charts, course, curves, lengths, page
 from tuner.report.heat import heat_panels
@@ -366,7 +366,7 @@ def tuned_at(*times: tuple[int, float, float]) -> tuple[Entry, ...]:
         problem = replace(SHIPPED, seqlen_q=seqlen, seqlen_kv=seqlen)
         at = base.but(problem=problem, regime=Regime.default("attention"))
         pair = [at.but(config=own, latency_us=own_us), at.but(config=cudnn, latency_us=vendor_us)]
-        found.append(Entry.of(sorted(pair, key=analysis.latency)))
+        found.append(Entry.of(sorted(pair, key=latency)))
     return tuple(found)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, get_args
 
 from tuner.errors import ConfigError
-from tuner.hardware import E4M3_RATE
 from tuner.problem.attention_masks import (
     BLOCK_AXES,
     BLOCK_SIZE,
@@ -29,6 +28,7 @@ from tuner.problem.base import (
     Problem,
     check_choice,
     check_extent,
+    contiguous,
 )
 
 MAX_HEAD_DIM = 512
@@ -426,10 +426,6 @@ class AttentionProblem(MaskedAttention):
         return self.head_dim + self.value_width
 
     @property
-    def tensor_rate(self) -> int:
-        return E4M3_RATE if self.dtype == E4M3 else 1
-
-    @property
     def operands(self) -> tuple[Operand, ...]:
         *inputs, out = self.matrices
         if self.is_latent:
@@ -462,7 +458,7 @@ class AttentionProblem(MaskedAttention):
         of_batch = () if self.is_paged else (self.batch,)
         for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
             shape = (*of_batch, heads)
-            yield Operand(f"descale_{name}", shape, _contiguous(shape), "float32")
+            yield Operand(f"descale_{name}", shape, contiguous(shape), "float32")
 
     def _modifiers(self) -> Iterator[Operand]:
         if (operand := self.mask_operand) is not None:
@@ -475,7 +471,7 @@ class AttentionProblem(MaskedAttention):
                 ("block_bits", (columns, BLOCK_SIZE, BLOCK_SIZE // 32)),
             ):
                 shape = (*rows, *tail)
-                yield Operand(name, shape, _contiguous(shape), "int32")
+                yield Operand(name, shape, contiguous(shape), "int32")
 
     @property
     def mask_operand(self) -> Operand | None:
@@ -543,10 +539,6 @@ class AttentionProblem(MaskedAttention):
             tensor("value", self.heads_kv, parts_kv, rows_kv, of_keys or of_queries),
             tensor("out", self.heads_q, parts_q, rows_q, of_queries),
         )
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def rounded(size: int) -> int:

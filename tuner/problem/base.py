@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from tuner.errors import ConfigError
+from tuner.hardware import E4M3_RATE
 
 DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int32", "bool"]
 E4M3: DType = "float8_e4m3fn"
@@ -38,6 +39,11 @@ DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", E4M3: "
 MAX_EXTENT = 2**31 - 1
 MAX_PARTS = 1 << 16
 """Maximum groups or sequences of different sizes; each one takes time and memory."""
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,7 @@ class Problem(ABC):
     @property
     def tensor_rate(self) -> int:
         """Tensor-core rate relative to that of 16-bit operands."""
-        return 1
+        return E4M3_RATE if getattr(self, "dtype", "") == E4M3 else 1
 
     @property
     def bytes(self) -> int:

@@ -8,7 +8,6 @@ from math import ceil
 from typing import Any, ClassVar, Literal, get_args
 
 from tuner.errors import ConfigError
-from tuner.hardware import E4M3_RATE
 from tuner.problem.base import (
     DTYPE_SHORT,
     E4M3,
@@ -189,10 +188,6 @@ class GemmProblem(Problem):
     @property
     def flops(self) -> int:
         return 2 * self.batch * self.m * self.n * self.k
-
-    @property
-    def tensor_rate(self) -> int:
-        return E4M3_RATE if self.dtype == E4M3 else 1
 
     @property
     def operands(self) -> tuple[Operand, ...]:

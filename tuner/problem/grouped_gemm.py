@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import ClassVar, Literal, get_args
 
 from tuner.errors import ConfigError
-from tuner.hardware import E4M3_RATE
 from tuner.problem.base import (
     DTYPE_BYTES,
     DTYPE_SHORT,
@@ -105,10 +104,6 @@ class GroupedGemmProblem(Problem):
     @property
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
-
-    @property
-    def tensor_rate(self) -> int:
-        return E4M3_RATE if self.dtype == E4M3 else 1
 
     @property
     def bytes(self) -> int:

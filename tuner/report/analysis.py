@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, latency
 from tuner.problem import Problem
 from tuner.report.subject import ReportSubject
 from tuner.selection.describe import microseconds, short_name
@@ -26,11 +26,6 @@ of the shipped recordings change by less than 0.05."""
 ROWS = ("tile_m", "warp_groups", "rows_per_block", "heads_per_launch")
 COLUMNS = ("tile_n", "threads_per_row", "in_place")
 PANELS = ("kernel_schedule", "blocks_per_sm", "passes", "pdl")
-
-
-def latency(measurement: Measurement) -> float:
-    """Microseconds of a passed measurement; infinite for others."""
-    return math.inf if measurement.latency_us is None else measurement.latency_us
 
 
 def verdict(subject: ReportSubject) -> str:

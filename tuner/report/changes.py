@@ -17,8 +17,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.measurement import Measurement, Provenance, deviation, is_tie, speedup_text
-from tuner.report.analysis import latency
+from tuner.measurement import Measurement, Provenance, deviation, is_tie, latency, speedup_text
 from tuner.runners import recording, recording_archive
 from tuner.search.ranking import rank
 from tuner.selection.describe import short_name

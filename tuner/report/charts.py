@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuner.measure.profile import SHARES, STALLS, KernelCounters
-from tuner.measurement import Measurement, Status
-from tuner.report.analysis import Importance, latency
+from tuner.measurement import Measurement, Status, latency
+from tuner.report.analysis import Importance
 from tuner.report.bounds import l2_bytes_per_us, total, works
 from tuner.report.course import SearchStep
 from tuner.report.explain import limits

@@ -10,8 +10,7 @@ from datetime import datetime
 from itertools import pairwise
 
 from tuner.families import families
-from tuner.measurement import Measurement
-from tuner.report.analysis import latency
+from tuner.measurement import Measurement, latency
 from tuner.report.subject import ReportSubject
 from tuner.store.entry import is_vendor
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from tuner.config import Value
 from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, SHARES, STALLS, Profile
-from tuner.measurement import Measurement, deviation, is_tie
+from tuner.measurement import Measurement, deviation, is_tie, latency
 from tuner.report import analysis
-from tuner.report.analysis import latency
 from tuner.report.bounds import Work, floors, total, works
 from tuner.report.subject import ReportSubject
 from tuner.selection.describe import microseconds, short_name

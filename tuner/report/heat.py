@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuner.report.analysis import Cell, HeatMap, latency
+from tuner.measurement import latency
+from tuner.report.analysis import Cell, HeatMap
 from tuner.report.spec import CROSS, FAILED, Spec, channel, picture, tips
 from tuner.selection.describe import microseconds
 

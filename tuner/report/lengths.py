@@ -9,9 +9,8 @@ from itertools import pairwise
 
 from tuner.families import find
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Regime, speedup_text
+from tuner.measurement import Measurement, Regime, latency, speedup_text
 from tuner.problem import AttentionProblem, Problem
-from tuner.report.analysis import latency
 from tuner.report.subject import ReportSubject
 from tuner.selection.describe import kernel_name
 from tuner.store.entry import is_vendor

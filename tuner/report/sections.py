@@ -10,7 +10,7 @@ from typing import Any
 
 from tuner.bench.results import half_width_us
 from tuner.measure.profile import COUNTERS, STALLS
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import Measurement, latency, speedup_text
 from tuner.problem import AttentionProblem
 from tuner.report import analysis, charts, course, curves
 from tuner.report.explain import Explanation, explain, size
@@ -189,7 +189,7 @@ def _peers(subject: ReportSubject) -> Section:
             short_name(m),
             microseconds(m.latency_us),
             "-" if (half := half_width_us(m.std_us, m.rounds)) is None else f"{half:.2g}",
-            f"{100 * (m.std_us or 0) / analysis.latency(m):.1f} %",
+            f"{100 * (m.std_us or 0) / latency(m):.1f} %",
             f"{m.tflops or 0:.0f}",
             f"{100 * (m.tflops or 0) / peak:.0f} %",
             "-" if m.error is None else f"{m.error:.1e}",
@@ -215,8 +215,8 @@ def _peers(subject: ReportSubject) -> Section:
 def _per_token(m: Measurement) -> Iterable[str]:
     """Figures of `PER_TOKEN`; none where the problem has no tokens."""
     if isinstance(m.problem, AttentionProblem):
-        tokens = m.problem.total_q * 1e6 / analysis.latency(m)
-        yield f"{analysis.latency(m) / (m.problem.batch * m.problem.heads_q):.3g}"
+        tokens = m.problem.total_q * 1e6 / latency(m)
+        yield f"{latency(m) / (m.problem.batch * m.problem.heads_q):.3g}"
         yield f"{tokens / 1e6:.2f}"
         yield f"{tokens / ((m.problem.bytes + m.workspace_bytes) / 1e6):.0f}"
 
@@ -417,7 +417,7 @@ def _standing(subject: ReportSubject) -> Iterable[Section]:
 
 def _all(subject: ReportSubject) -> Section:
     measured: list[Measurement] = sorted(
-        subject.recording.measurements, key=lambda m: (not m.is_final, analysis.latency(m))
+        subject.recording.measurements, key=lambda m: (not m.is_final, latency(m))
     )
     table = _table(
         measured[:MAX_ROWS],

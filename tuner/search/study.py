@@ -29,7 +29,7 @@ from tuner.errors import ConfigError
 from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
-from tuner.problem import Problem
+from tuner.problem import PROBLEMS, Problem
 from tuner.search.expectation import Credit, Saving, credit
 from tuner.search.family_search import LEADING, FamilySearch
 
@@ -78,14 +78,7 @@ class Effort:
 #: enumerates all smaller spaces, and all compiles are waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
-        trials={
-            "attention": 16,
-            "attention_backward": 16,
-            "gemm": 40,
-            "swiglu": 40,
-            "grouped_gemm": 40,
-            "softmax": 16,
-        },
+        trials=dict.fromkeys(("attention", "attention_backward", "softmax"), 16),
         stage_trials=4,
         stage_keep=2,
         seeds=6,
@@ -99,14 +92,7 @@ EFFORTS: dict[str, Effort] = {
         predicted=2,
     ),
     "full": Effort(
-        trials={
-            "attention": 200,
-            "attention_backward": 200,
-            "gemm": 200,
-            "swiglu": 200,
-            "grouped_gemm": 200,
-            "softmax": 200,
-        },
+        trials=dict.fromkeys(PROBLEMS, 200),
         stage_trials=48,
         stage_keep=4,
         seeds=12,
@@ -121,6 +107,7 @@ EFFORTS: dict[str, Effort] = {
     ),
 }
 DEFAULT_TRIALS = 40
+"""Trials of an operation that an effort does not name."""
 
 Place = tuple[str, str]
 """A group: name of its family, and key."""

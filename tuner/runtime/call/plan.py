@@ -28,6 +28,7 @@ from tuner.families.peers import (
 )
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
+from tuner.problem.base import contiguous
 from tuner.runtime.call import counters, devices, native
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.selection.reader import LookupResult
@@ -467,7 +468,7 @@ def own_plan(posed: Posed, member: Family, measurement: Measurement, device: int
         config,
         device,
         shape=shape or output.shape,
-        strides=_contiguous(shape) if shape else posed.strides.get(output.name, output.strides),
+        strides=contiguous(shape) if shape else posed.strides.get(output.name, output.strides),
         steps=tuple(steps),
         workspace_bytes=offset,
         dtype=getattr(torch, output.dtype),
@@ -489,10 +490,6 @@ def _request(measurement: Measurement) -> None:
         return any(cache.find(key) is None for key in keys)
 
     background.request(measurement.problem, measurement.gpu.name, is_wanted)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _step(problem: Problem, kernel: LoadedKernel, launch: Launch, workspace_at: int) -> Step:

@@ -12,10 +12,9 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, versus
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, latency, versus
 from tuner.problem import Problem
 from tuner.report import charts
-from tuner.report.analysis import latency
 from tuner.report.course import SearchStep, steps_of
 from tuner.runners import recording, recording_archive
 from tuner.search.ranking import rank
