@@ -77,7 +77,9 @@ def of_ranks(
         for process in others:
             print(question, file=process.stdin, flush=True)
         answer = functions[question]()
-        told = [json.loads(process.stdout.readline() or LOST) for process in others]
+        told = [
+            json.loads((process.stdout and process.stdout.readline()) or LOST) for process in others
+        ]
         if lost := next((of_one["lost"] for of_one in told if "lost" in of_one), ""):
             return {"lost": f"another rank: {lost}"}
         return {**answer, "ranks": [_beside(of_one, answer) for of_one in told]}
@@ -91,7 +93,7 @@ def _beside(told: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         (told["concurrency"][count].get("tokens"), served.get("tokens"))
         for count, served in own.get("concurrency", {}).items()
     ]
-    calls = {name: told[name] for name in ("hits", "refused") if name in told}
+    calls: dict[str, Any] = {name: told[name] for name in ("hits", "refused") if name in told}
     return {**calls, "is_equal": all(theirs == mine for theirs, mine in pairs)}
 
 
