@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
@@ -54,8 +54,9 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         before = ships.get((op, name))
         result.note(f"{op} {name}", before.to_json() if before else {}, values)
         result.errors.append(f"{op}: {fitted[-1].text(int(cores))}")
-    promises = [promise for row in every for promise in row.get("promises", ())]
-    credits = list(filter(None, (_credit(promises, *step) for step in pairwise(RESULTS))))
+    problems = [row["promises"] for row in every if "promises" in row]
+    credits = _credits(problems)
+    result.errors.append(_left_out(problems))
     earlier = {c.results: c.to_json() for c in expectation.credits()}
     for credit in credits:
         name = f"after {credit.results} results"
@@ -67,6 +68,26 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         "credits": [c.to_json() for c in credits],
     }
     return result
+
+
+def _credits(problems: Sequence[Sequence[Promises]]) -> list[Credit]:
+    """Credits by the searches of some problems."""
+    promises = [promise for searches in problems for promise in searches]
+    return list(filter(None, (_credit(promises, *step) for step in pairwise(RESULTS))))
+
+
+def _left_out(problems: Sequence[Sequence[Promises]]) -> str:
+    """Savings of each problem as the others' credits tell them, and those that came."""
+    promised, told, came = [0.0], [0.0], [0.0]
+    for place, searches in enumerate(problems):
+        others = _credits([*problems[:place], *problems[place + 1 :]])
+        for results, expected, true in (step for search in searches for step in search):
+            fitting = [credit.share for credit in others if credit.results <= results]
+            promised.append(expected)
+            told.append(expected * (fitting[-1] if fitting else 1.0))
+            came.append(true)
+    texts = (f"{fmean(values):.2%}" for values in (promised, told, came))
+    return "savings of problems left out: surrogate {}, told {}, came {}".format(*texts)
 
 
 def _credit(promises: Sequence[Promises], least: int, beyond: int) -> Credit | None:
