@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decoder import LLAMA_3_8B, Sizes
-from benchmarks.engines_steps import figures_of, first_token_ms, replays
+from benchmarks.engines_steps import figures_of, first_token_ms, last_replayed
 from tuner.errors import BenchmarkError
 
 #: Sizes and layers of a model card's config.json; `tiny` is for trying this out.
@@ -318,7 +318,7 @@ class Vllm:
         load = self.load
         self._generate(count, self._warm or load.prompt, 2, 0)
         first_ms = first_token_ms(count, lambda: self._generate(count, load.prompt, 1, 1)[0])
-        with replays() as graphs:
+        with last_replayed() as graphs:
             whole, tokens = self._generate(count, load.prompt, load.new, 1)
             figures = figures_of(graphs)
         return {

@@ -21,7 +21,7 @@ from benchmarks.engines_servers import (
     model_folder,
     stats_of,
 )
-from benchmarks.engines_steps import figures_of, first_token_ms, replays
+from benchmarks.engines_steps import figures_of, first_token_ms, last_replayed
 
 SGLANG = "sglang"
 """The way by SGLang's own kernels."""
@@ -115,7 +115,7 @@ class Sglang:
     def _served(self, count: int) -> dict[str, Any]:
         new = self.load.new
         self._generate(count, WARM_TOKENS, 2)
-        with replays() as graphs:
+        with last_replayed() as graphs:
             _, (start, first, last) = self._generate(count, self.load.prompt, new)
             figures = figures_of(graphs)
         return {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,27 +26,24 @@ def first_token_ms(count: int, seconds: Callable[[], float]) -> float:
 
 
 @contextmanager
-def replays() -> Iterator[Counter[Any]]:
-    """How often each graph is replayed."""
+def last_replayed() -> Iterator[list[Any]]:
+    """A list whose last item is the graph that was replayed last."""
     import torch
 
-    replay, graphs = torch.cuda.CUDAGraph.replay, Counter[Any]()
+    replay, graphs = torch.cuda.CUDAGraph.replay, list[Any]()
 
-    def counted(graph: Any) -> None:
-        graphs[graph] += 1
+    def noted(graph: Any) -> None:
+        graphs[:] = [graph]
         replay(graph)
 
-    torch.cuda.CUDAGraph.replay = counted
+    torch.cuda.CUDAGraph.replay = noted
     try:
         yield graphs
     finally:
         torch.cuda.CUDAGraph.replay = replay
 
 
-def figures_of(graphs: Counter[Any]) -> dict[str, float]:
-    """Median of the GPU's milliseconds for the graph that was replayed most; nothing without one.
-
-    Requests end at unlike steps where their prompts were read in several, so the last is of few.
-    """
-    took = [replayed(graph) / 1e3 for graph, _ in graphs.most_common(1) * REPLAYS]
-    return {"graph_ms": statistics.median(took)} if took else {}
+def figures_of(graphs: Sequence[Any]) -> dict[str, float]:
+    """Median of the GPU's milliseconds for the last graph; nothing without one."""
+    replays = [replayed(graph) / 1e3 for graph in [*graphs[-1:]] * REPLAYS]
+    return {"graph_ms": statistics.median(replays)} if replays else {}

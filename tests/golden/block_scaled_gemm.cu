@@ -38,7 +38,14 @@ constexpr int kFullArrivals = 1 + kWarp;
       if constexpr (kClusterX > 1) copy_box_to(p.y, y, block * kBlock, tile.y + share_y, full, kAll);
       else copy_box(p.y, y, block * kBlock, tile.y, full);
 // ... as in the templates
+// A warp: the factors of the ring's tiles; zeros beyond the matrices.
+// ... as in the templates
 constexpr bool kRowsEarly = !kSwapped || kTileY <= 64;
+// ... as in the templates
+        upper[part] = alpha * load_shared(factors + lane.first(part) * 4);
+        lower[part] = alpha * load_shared(factors + (lane.first(part) + 8) * 4);
+// ... as in the templates
+      for (int i = 0; i < kColumnFactors; ++i) weight[i] = load_shared(factors + (kColumnOffset + i) * 4);
 // ... as in the templates
 // sums += accumulators, times the factors of the block of K.
 // ... as in the templates

@@ -26,12 +26,13 @@ def config(
     vector_merge: bool = False,
     blocks_per_sm: int = 0,
     serial_parts: int = 0,
+    staged_columns: bool = False,
 ) -> Config:
     given = {"unroll": unroll, "tma_factors": tma_factors}
     given |= {"uniform_branch": uniform_branch, "ahead": ahead, "turns": turns}
     given |= {"vector_merge": vector_merge, "blocks_per_sm": blocks_per_sm}
     given |= {"fetch_factors": fetch_factors, "clips_rows": clips_rows}
-    given |= {"serial_parts": serial_parts}
+    given |= {"serial_parts": serial_parts, "staged_columns": staged_columns}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -118,6 +119,29 @@ CASES: dict[str, Config] = {
     "parts in turn, swapped": config(
         (64, 24), 8, swap_ab=True, unroll=2, tma_factors=True, clips_rows=True, serial_parts=2
     ),
+    "columns staged": config(
+        (64, 96), 9, store_buffers=2, unroll=2, tma_factors=True, ahead=True, staged_columns=True
+    ),
+    "columns staged, swapped": config(
+        (64, 16),
+        16,
+        swap_ab=True,
+        split_k=2,
+        unroll=2,
+        tma_factors=True,
+        ahead=True,
+        staged_columns=True,
+    ),
+    "columns staged, multicast": config(
+        (128, 192),
+        4,
+        cluster=(2, 1),
+        store_buffers=3,
+        unroll=4,
+        tma_factors=True,
+        turns=True,
+        staged_columns=True,
+    ),
     "two blocks": config(
         (64, 48),
         6,
@@ -149,6 +173,20 @@ PROMOTED: dict[str, Config] = {
     "promoted, tall": config((256, 128), 3, store_buffers=4, unroll=4),
     "promoted, swapped and wide": config((128, 192), 5, swap_ab=True, unroll=4),
     "promoted, split": config((128, 64), 8, split_k=2, unroll=4),
+    "promoted, ahead": config(
+        (64, 64), 10, store_buffers=1, unroll=2, ahead=True, fetch_factors=True, clips_rows=True
+    ),
+    "promoted, ahead and swapped": config(
+        (64, 16),
+        16,
+        swap_ab=True,
+        split_k=2,
+        unroll=2,
+        ahead=True,
+        fetch_factors=True,
+        clips_rows=True,
+        vector_merge=True,
+    ),
 }
 #: M, N, K: rows, columns and blocks that tiles and blocks cut off.
 SIZES = (

@@ -220,7 +220,7 @@ class TestBenchmark:
 
         def answer(rows: int, us: float) -> Any:
             stopwatch.us = {"sdpa": 8.0, "tile 0": 7.9, "tile 1": us}
-            problem = GemmProblem.parse(f"M={rows},N=128,K=64,dtype=e4m3,scales=row")
+            problem = GemmProblem.parse(f"M={rows},N=128,K=64,dtype=e4m3,scales=tensor")
             posed = runtime.plan.Posed(
                 problem, run=lambda plan: plan.run_uncounted() if plan else called("sdpa")
             )

@@ -33,8 +33,8 @@ LARGE = problem_of(4096, 7168, 2048)
     [
         ("M=64,N=64,K=64", "takes factors of blocks"),
         (
-            "M=64,N=64,K=64,dtype=e4m3,scales=row",
-            "or dtype=e4m3 with fast_accum=0 and dtype_d=bf16",
+            "M=64,N=64,K=64,dtype=e4m3,scales=tensor",
+            "or dtype=e4m3 with dtype_d=bf16 and fast_accum=0 or scales=row",
         ),
         ("M=64,N=64,K=64,dtype=e4m3,dtype_d=fp16,fast_accum=0", "takes factors of blocks"),
         ("M=64,N=60,K=64,dtype=e4m3,scales=block", "not multiples of 8 and 16"),
@@ -94,6 +94,13 @@ def _serial(tile: tuple[int, int], parts: int, split_k: int = 1) -> Config:
         (config((128, 64), 4, unroll=8, turns=True), "turns are for unroll up to 4"),
         (config((128, 64), 4, vector_merge=True), "vector_merge goes with split_k"),
         (config((128, 64), 4, fetch_factors=True), "fetch_factors goes with tma_factors"),
+        (config((128, 64), 4, staged_columns=True), "staged_columns goes with tma_factors"),
+        (
+            config(
+                (64, 64), 4, unroll=4, tma_factors=True, fetch_factors=True, staged_columns=True
+            ),
+            "staged_columns goes without fetch_factors",
+        ),
         (config((128, 64), 4, serial_parts=2), "serial_parts goes with tma_factors, without"),
         (_serial((128, 64), 2, split_k=2), "serial_parts goes with tma_factors, without split_k"),
         (_serial((128, 80), 2), "serial_parts is for multiples of 32 columns, only"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rule_trials import check_products, checked_trials
 
 from tuner.families import families
+from tuner.families.block_scaled_gemm import of_rows, serial
 from tuner.families.block_scaled_gemm import rule as block_scaled
-from tuner.families.block_scaled_gemm import serial
+from tuner.families.block_scaled_gemm.expected import expected_us
 from tuner.families.by_operation import rule_of
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import E4M3, GemmProblem
@@ -48,7 +50,7 @@ def test_rows_outside_of_the_last_tile_cost_time() -> None:
             if not config["swap_ab"] and config["split_k"] == 1 and config["tile_n"] == 64
         )
         one, whole = problem(m, n, 7168), problem(-(-m // 128) * 128, n, 7168)
-        expected = [block_scaled.expected_us(p, config, DEFAULT_GPU, rates) for p in (one, whole)]
+        expected = [expected_us(p, config, DEFAULT_GPU, rates) for p in (one, whole)]
         return expected[0] - expected[1]
 
     assert added_us(160, 8192, clipped=False) > 5.0
@@ -71,6 +73,17 @@ def test_many_rows_have_kernels_in_the_order_of_few() -> None:
         assert scaled.reduction_class(one, config) == of_few
         assert set(serial.KERNELS) <= {config for _, config in mode.own()}
     assert list(scaled.invariant_kernels(GemmProblem(64, 7168, 2048), DEFAULT_GPU)) == []
+
+
+def test_factors_of_rows_have_kernels_where_cublaslt_is_slower() -> None:
+    """It divides no K, and few rows take it as long as many."""
+    few, many = (GemmProblem(m, 4096, 8192, dtype=E4M3, scales="row") for m in (8, 8192))
+    assert rule_of(few) is block_scaled and block_scaled.serves(few, DEFAULT_GPU)
+    selection = block_scaled.select(few, DEFAULT_GPU)
+    assert selection is not None and selection.expected[0][1] in of_rows.KERNELS
+    assert selection.expected[-1][0] * of_rows.MARGIN <= of_rows.pytorch_us(few, DEFAULT_GPU)
+    assert block_scaled.select(many, DEFAULT_GPU) is None
+    assert not block_scaled.serves(replace(few, dtype_d="float16"), DEFAULT_GPU)
 
 
 def test_what_the_rule_does_not_serve() -> None:

@@ -77,7 +77,7 @@ def domain_of(problem: Problem) -> AnyDomain | None:
 
 def rule_of(problem: Problem) -> Rule | None:
     """The rule for a problem; None for problems that portfolios serve."""
-    if isinstance(problem, GemmProblem) and problem.scales != "block":
+    if isinstance(problem, GemmProblem) and problem.scales not in ("block", "row"):
         return None
     if isinstance(problem, AttentionProblem):
         if not (problem.value_dim or problem.is_wide):

@@ -58,6 +58,8 @@ STORED_COLUMNS = 16
 #: Registers of a thread for sums and for the tensor cores' accumulators: 192 of 232 compile
 #: without a spill.
 MAX_SUMS = 192
+#: Promoted products: their types, and whether sums are promoted. With factors of rows all are.
+PROMOTED = E4M3, "bfloat16", True
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Blocks of K in a row that the space's unrolled loops have: 8 took 0.996 of the time of 4.
 UNROLL = 4
@@ -129,12 +131,13 @@ class BlockScaledGemm(StridedProduct):
         "vector_merge": (True,),
         "blocks_per_sm": (2,),
         "serial_parts": (2, 4, 8),
+        "staged_columns": (True,),
     }
     optional = frozenset(
         {
             *("unroll", "tma_factors", "uniform_branch", "ahead"),
             *("turns", "fetch_factors", "clips_rows", "vector_merge", "blocks_per_sm"),
-            "serial_parts",
+            *("serial_parts", "staged_columns"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
@@ -143,11 +146,11 @@ class BlockScaledGemm(StridedProduct):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, GemmProblem):
             return reason
-        promoted = (problem.dtype, problem.dtype_d, problem.fast_accum) == (E4M3, "bfloat16", False)
-        if problem.scales != "block" and not promoted:
+        is_slow = problem.scales == "row" or not problem.fast_accum
+        if problem.scales != "block" and (problem.dtype, problem.dtype_d, is_slow) != PROMOTED:
             return (
                 f"{self.name} takes factors of blocks: scales=block, or dtype=e4m3 with "
-                "fast_accum=0 and dtype_d=bf16"
+                "dtype_d=bf16 and fast_accum=0 or scales=row"
             )
         return extent_conflict(problem.m, problem.n, problem.k)
 
@@ -266,7 +269,9 @@ def rates_of(config: Config) -> Rates:
     return Rates(step_clocks(config) * int(config.get("blocks_per_sm", 1)), end)
 
 
-def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) -> float:
+def estimate_us(
+    problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates, start: float = START_CLOCKS
+) -> float:
     """Estimated microseconds: nearly the longer of the busiest multiprocessor's time and memory's.
 
     Args:
@@ -274,14 +279,13 @@ def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) ->
         config: the kernel.
         gpu: GPU that it runs on.
         rates: rates of the kernel.
+        start: clocks of a launch beside its tiles'.
     """
-    tiles_x, tiles_y = tiles(problem, config)
-    splits = int(config["split_k"])
-    steps = ceil(ceil(problem.k / SCALE_BLOCK) / splits)
-    size = int(config["cluster_m"] * config["cluster_n"]) * splits
+    steps = ceil(ceil(problem.k / SCALE_BLOCK) / int(config["split_k"]))
+    size = int(config["cluster_m"] * config["cluster_n"] * config["split_k"])
     resident = resident_blocks(size, gpu) * int(config.get("blocks_per_sm", 1))
-    rounds = ceil(tiles_x * tiles_y * size / resident)
-    clocks = START_CLOCKS + rounds * (steps * rates.step + rates.end)
+    rounds = ceil(prod(tiles(problem, config)) * size / resident)
+    clocks = start + rounds * (steps * rates.step + rates.end)
     compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
     memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
     longest = float((compute_us**4 + memory_us**4) ** 0.25)
@@ -449,15 +453,21 @@ def loop_violations(config: Config, scales: str = "block") -> list[str]:
     if "uniform_branch" in config.params and config["tile_m"] != INSTRUCTION_ROWS:
         reasons.append(f"uniform_branch is for tile_m={INSTRUCTION_ROWS}")
     if "ahead" in config.params:
-        reasons += _ahead_violations(config)
+        reasons += _ahead_violations(config, scales)
     if "turns" in config.params:
         if config["tile_m"] == INSTRUCTION_ROWS or "unroll" not in config.params:
             reasons.append("turns are of two warp groups' unrolled loops")
         elif config["unroll"] > UNROLL:
             reasons.append(f"turns are for unroll up to {UNROLL}: more spills")
-    for lever in ("fetch_factors", "clips_rows"):
-        if lever in config.params and "tma_factors" not in config.params:
+    for lever in ("fetch_factors", "clips_rows", "staged_columns"):
+        is_whole = scales != "block" and lever != "staged_columns"
+        if lever in config.params and not is_whole and "tma_factors" not in config.params:
             reasons.append(f"{lever} goes with tma_factors")
+    if "staged_columns" in config.params and config.params.keys() & {
+        "fetch_factors",
+        "serial_parts",
+    }:
+        reasons.append("staged_columns goes without fetch_factors and serial_parts")
     if "clips_rows" in config.params and config["cluster_m"] * config["cluster_n"] > 1:
         reasons.append("clips_rows goes without multicast")
     if "blocks_per_sm" in config.params:
@@ -479,11 +489,11 @@ def _resident_violations(config: Config) -> list[str]:
     return []
 
 
-def _ahead_violations(config: Config) -> list[str]:
+def _ahead_violations(config: Config, scales: str = "block") -> list[str]:
     """Why a tile has no room for two blocks' products at a time."""
     tile_m, tile_n = config["tile_m"], config["tile_n"]
     reasons = []
-    if "tma_factors" not in config.params:
+    if "tma_factors" not in config.params and scales == "block":
         reasons.append("ahead goes with tma_factors")
     if tile_m > 2 * INSTRUCTION_ROWS or tile_n > MAX_AHEAD:
         reasons.append(f"ahead is for tiles up to {2 * INSTRUCTION_ROWS}x{MAX_AHEAD}")
@@ -581,8 +591,8 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[Config]:
             merge: dict[str, Value] = {"vector_merge": True} if splits > 1 else {}
             if tile_m == INSTRUCTION_ROWS:
                 kinds += tuple({**loop, "uniform_branch": True} for loop in loops if loop)
-            if problem.scales == "block" and cluster_m * cluster_n == 1:
-                kinds += _loops_ahead(swapped, tile_m, tile_n)
+            if cluster_m * cluster_n == 1:
+                kinds += _loops_ahead(problem.scales, swapped, tile_m, tile_n)
             for store_buffers, loop in product(buffers, kinds):
                 params: dict[str, Value] = {
                     **{"swap_ab": swapped, "tile_m": tile_m, "tile_n": tile_n},
@@ -590,18 +600,23 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[Config]:
                     **{"split_k": splits, "store_buffers": store_buffers},
                     **loop,
                     **merge,
-                    **(loads if "tma_factors" in loop else {}),
+                    **(loads if loop.keys() & {"tma_factors", "ahead"} else {}),
                 }
                 yield deepened(Config(BlockScaledGemm.name, params))
 
 
-def _loops_ahead(swap_ab: bool, tile_m: int, tile_n: int) -> tuple[dict[str, Value], ...]:
+def _loops_ahead(
+    scales: str, swap_ab: bool, tile_m: int, tile_n: int
+) -> tuple[dict[str, Value], ...]:
     """The loop with two blocks' products under way, where a tile has room for it."""
-    loop: dict[str, Value] = {"unroll": UNROLL, "tma_factors": True, "ahead": True}
+    loop: dict[str, Value] = {"unroll": UNROLL, "ahead": True}
+    if scales == "block":
+        loop["tma_factors"] = True
     if tile_m == INSTRUCTION_ROWS:
         loop["uniform_branch"] = True
     tile: dict[str, Value] = {"swap_ab": swap_ab, "tile_m": tile_m, "tile_n": tile_n}
-    return () if _ahead_violations(Config(BlockScaledGemm.name, {**tile, **loop})) else (loop,)
+    config = Config(BlockScaledGemm.name, {**tile, **loop})
+    return () if _ahead_violations(config, scales) else (loop,)
 
 
 def _buffers(tile_m: int, tile_n: int) -> list[int]:

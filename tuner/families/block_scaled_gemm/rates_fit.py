@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.block_scaled_gemm import Rates, rates_of
+from tuner.families.block_scaled_gemm import Rates, of_rows, rates_of
 from tuner.families.block_scaled_gemm import rule as products_rule
+from tuner.families.block_scaled_gemm.expected import expected_us
 from tuner.families.block_scaled_grouped_gemm import grouped_estimate_us
 from tuner.families.fitting import Constants, FitGroup
 from tuner.families.grouped_gemm import rule as grouped_rule
@@ -28,6 +29,7 @@ FACTORS = (1.6, 1.2, 1.05, 1.01)
 """Steps of the descent: rates are multiplied or divided by these while the error falls."""
 NEAR = 1.6
 """Longest time that is fitted, over the fastest kernel's: a choice is made among the near ones."""
+OF_ROWS = "factors of rows"
 MIN_POINTS = 4
 """Fewest times of a kernel from which its rates are fitted."""
 
@@ -52,6 +54,7 @@ def kernel_name(config: Config) -> str:
         "clipped" if "clips_rows" in params else "",
         "words" if "vector_merge" in params else "",
         f"b{params['blocks_per_sm']}" if "blocks_per_sm" in params else "",
+        "staged" if "staged_columns" in params else "",
     )
     return " ".join(filter(None, parts))
 
@@ -62,6 +65,8 @@ class TimedProduct(NamedTuple):
     problem: Any
     us: Mapping[str, float]
     """Times of the rule's kernels."""
+    above: Mapping[str, float] = {}
+    """Times that further kernels exceeded, which were left out of the last pass."""
 
     @property
     def layer(self) -> tuple[int, ...]:
@@ -84,7 +89,7 @@ class RatedKernels:
 
     def loss(self, product: TimedProduct, rates: Constants) -> float:
         """Time of the kernel of least expected time over the fastest one's, less one."""
-        problem, us = product
+        problem, us = product.problem, {**product.above, **product.us}
         legal = [
             (self.expected_us(problem, name, rates), time_us)
             for name, time_us in us.items()
@@ -101,19 +106,30 @@ class RatedKernels:
         for name in self.kernels:
             timed = [p for p in products if name in p.us]
             near = [p for p in timed if p.us[name] <= NEAR * min(p.us.values())]
-            if len(near) >= MIN_POINTS:
-                rates |= self._descended(name, guesses, near)
+            slower = [p for p in products if name in p.above]
+            if near and len(near) + len(slower) >= MIN_POINTS:
+                rates |= self._descended(name, guesses, near, slower)
         moved = [rate / guesses[key] for key, rate in rates.items() if key.endswith("step")]
         factor = median(moved or [1.0])
         return {key: rates.get(key, guess * factor) for key, guess in guesses.items()}
 
     def _descended(
-        self, name: str, guesses: Constants, products: Sequence[TimedProduct]
+        self,
+        name: str,
+        guesses: Constants,
+        products: Sequence[TimedProduct],
+        slower: Sequence[TimedProduct],
     ) -> Constants:
         def error(rates: Constants) -> float:
-            expected = (self.expected_us(p.problem, name, rates) for p in products)
-            pairs = zip(expected, products, strict=True)
-            return fmean(math.log(us / p.us[name]) ** 2 for us, p in pairs)
+            timed = [
+                math.log(self.expected_us(p.problem, name, rates) / p.us[name]) ** 2
+                for p in products
+            ]
+            below = [
+                max(0.0, math.log(p.above[name] / self.expected_us(p.problem, name, rates))) ** 2
+                for p in slower
+            ]
+            return fmean(timed) + fmean(below or [0.0])
 
         step, end = f"{name} step", f"{name} end"
         best = {key: guesses[key] for key in (step, end)}
@@ -136,7 +152,7 @@ def flat(rates: Mapping[str, Rates]) -> dict[str, float]:
 
 
 def rules(gpu: Gpu) -> dict[str, tuple[RatedKernels, Constants]]:
-    """The rules whose kernels have rates, and those that ship, by operation."""
+    """The rules whose kernels have rates, and those that ship, by kind of product."""
 
     def rule(kernels: Mapping[Config, Any], estimate: Any) -> tuple[RatedKernels, Constants]:
         ships = {c: v if isinstance(v, Rates) else rates_of(c) for c, v in kernels.items()}
@@ -146,21 +162,30 @@ def rules(gpu: Gpu) -> dict[str, tuple[RatedKernels, Constants]]:
         )
 
     return {
-        GemmProblem.op: rule(products_rule.KERNELS, products_rule.expected_us),
+        GemmProblem.op: rule(products_rule.KERNELS, expected_us),
+        OF_ROWS: rule(of_rows.KERNELS, expected_us),
         GroupedGemmProblem.op: rule(grouped_rule.KERNELS[E4M3], grouped_estimate_us),
     }
 
 
 def products_of(
-    op: str, found: Sequence[Mapping[str, Any]], rule: RatedKernels
+    kind: str, found: Sequence[Mapping[str, Any]], rule: RatedKernels
 ) -> list[TimedProduct]:
-    """Products of an operation that a kernel of its rule is timed for."""
+    """Products of a kind that a kernel of its rule is timed for."""
     timed = (
-        (row["problem"], {name: us for name, us in row["us"].items() if name in rule.kernels})
+        (
+            row["problem"],
+            *(
+                {name: us for name, us in row.get(times, {}).items() if name in rule.kernels}
+                for times in ("us", "above")
+            ),
+        )
         for row in found
-        if row["problem"]["op"] == op
+        if kind == (OF_ROWS if row["problem"].get("scales") == "row" else row["problem"]["op"])
     )
-    return [TimedProduct(problem_from_json(problem), us) for problem, us in timed if us]
+    return [
+        TimedProduct(problem_from_json(problem), us, above) for problem, us, above in timed if us
+    ]
 
 
 def groups(rows: Sequence[Mapping[str, Any]], gpu: Gpu) -> Iterator[FitGroup]:

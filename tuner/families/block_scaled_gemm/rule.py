@@ -8,33 +8,27 @@ least time by the family's estimate, with each kernel's rates.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
-from math import ceil
 
 from tuner.config import Config, Value
 from tuner.families import families
 from tuner.families.block_scaled_gemm import (
-    CLOCK_SHARE,
     LOADS,
     MAX_READS,
     UNROLL,
     BlockScaledGemm,
     Rates,
-    estimate_us,
+    of_rows,
     serial,
 )
+from tuner.families.block_scaled_gemm.expected import expected_us
 from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, deepened
 from tuner.families.rule import RuleSelection
 from tuner.families.strided_product import tiles
 from tuner.families.target import Target
 from tuner.hardware import HOPPER, Gpu
-from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem
-
-FILLED_CLOCKS, HIDDEN_ROWS = 4.5, 8.0
-"""Clocks of a step for each row of A's last tile that lies outside, and rows that other copies
-hide. So many where all multiprocessors have such a tile, in proportion where fewer have. Measured
-beside kernels that copy no such rows, at 26 products of 1 to 6000 rows (H200, 29 November 2026).
-"""
+from tuner.problem import E4M3, GemmProblem
 
 
 def _kernel(
@@ -45,11 +39,12 @@ def _kernel(
     store_buffers: int = 0,
     unroll: int = UNROLL,
     band: int = 8,
+    cluster_m: int = 1,
     **levers: bool,
 ) -> Config:
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": 2},
-        **{"cluster_m": 1, "cluster_n": 1, "split_k": split_k},
+        **{"cluster_m": cluster_m, "cluster_n": 1, "split_k": split_k},
         **{"store_buffers": store_buffers, "raster_order": "AlongM"},
         **{"max_swizzle_size": 1 if swap_ab else band, "pdl": False},
         **{"unroll": unroll, "tma_factors": True},
@@ -60,60 +55,77 @@ def _kernel(
     return deepened(Config(BlockScaledGemm.name, params))
 
 
-def _swapped(tile: tuple[int, int], split_k: int = 1, **levers: bool) -> Config:
-    return _kernel(tile, swap_ab=True, split_k=split_k, **levers)
+def _swapped(
+    tile: tuple[int, int], split_k: int = 1, unroll: int = UNROLL, **levers: bool
+) -> Config:
+    return _kernel(tile, swap_ab=True, split_k=split_k, unroll=unroll, **levers)
 
 
+STAGED: Mapping[str, bool] = {"staged_columns": True, "clips_rows": True}
 KERNELS: Mapping[Config, Rates] = {
-    _swapped((64, 8), 2): Rates(271, 2776),
-    _swapped((64, 16), 2): Rates(297, 2748),
-    _swapped((256, 8)): Rates(355, 3944),
-    _swapped((256, 8), 4): Rates(613, 4294),
-    _swapped((256, 16)): Rates(317, 8420),
-    _kernel((128, 64), store_buffers=1): Rates(433, 7),
-    _kernel((128, 64), split_k=2): Rates(417, 2775),
-    _kernel((128, 144), store_buffers=3): Rates(756, 1906),
-    _kernel((128, 160), store_buffers=3): Rates(717, 1784),
-    _kernel((128, 160), split_k=2): Rates(746, 5088),
-    _kernel((128, 192), store_buffers=3): Rates(834, 1463),
-    _kernel((256, 128), store_buffers=4, unroll=8, band=16): Rates(1162, 1945),
-    _kernel((256, 128), store_buffers=4, band=16): Rates(1139, 1615),
-    _swapped((64, 8), ahead=True): Rates(233, 577),
-    _swapped((64, 16), ahead=True): Rates(221, 1508),
-    _swapped((64, 32), ahead=True): Rates(257, 1019),
-    _swapped((64, 64), ahead=True): Rates(339, 663),
-    _swapped((64, 8), 2, ahead=True): Rates(267, 2688),
-    _swapped((64, 16), 2, ahead=True): Rates(278, 2658),
-    _swapped((64, 64), 2, ahead=True): Rates(465, 533),
-    _kernel((64, 64), store_buffers=1, ahead=True): Rates(254, 887),
-    _kernel((64, 80), store_buffers=2, ahead=True): Rates(340, 8),
-    _kernel((64, 96), store_buffers=2, ahead=True): Rates(365, 5),
-    _kernel((64, 112), store_buffers=2, ahead=True): Rates(409, 37),
-    _kernel((64, 32), split_k=2, ahead=True): Rates(252, 4954),
-    _kernel((64, 64), split_k=2, ahead=True): Rates(280, 2425),
-    _kernel((64, 128), split_k=2, ahead=True): Rates(299, 5337),
-    _swapped((128, 8), ahead=True): Rates(225, 1899),
-    _swapped((128, 16), ahead=True): Rates(234, 2269),
-    _swapped((128, 16), 2, ahead=True): Rates(215, 5831),
-    _swapped((128, 8), 4, ahead=True): Rates(408, 6682),
-    _swapped((128, 16), 4, ahead=True): Rates(606, 4278),
-    _kernel((128, 64), store_buffers=1, ahead=True): Rates(341, 1559),
-    _kernel((128, 96), store_buffers=2, ahead=True): Rates(431, 2303),
-    _kernel((128, 128), store_buffers=2, ahead=True): Rates(590, 782),
-    _kernel((128, 64), split_k=2, ahead=True): Rates(455, 6665),
-    _kernel((128, 128), split_k=2, ahead=True): Rates(675, 2753),
-    _kernel((128, 80), split_k=2, ahead=True, turns=True, vector_merge=True, **LOADS): Rates(
-        416, 4042
-    ),
-    _kernel((128, 96), store_buffers=2, ahead=True, **LOADS): Rates(469, 1946),
-    _kernel((128, 48), unroll=2, clips_rows=True): Rates(355, 713),
-    _kernel((128, 64), store_buffers=1, ahead=True, clips_rows=True): Rates(369, 1050),
+    _swapped((64, 8), 2): Rates(274, 3525),
+    _swapped((64, 16), 2): Rates(309, 3323),
+    _swapped((256, 8)): Rates(365, 4634),
+    _swapped((256, 8), 4): Rates(584, 5890),
+    _swapped((256, 16)): Rates(315, 9845),
+    _kernel((128, 64), store_buffers=1): Rates(373, 1790),
+    _kernel((128, 64), split_k=2): Rates(402, 4328),
+    _kernel((128, 160), split_k=2): Rates(732, 6725),
+    _kernel((256, 128), store_buffers=4, unroll=8, band=16): Rates(1085, 4367),
+    _kernel((256, 128), store_buffers=4, band=16): Rates(1053, 4259),
+    _swapped((64, 8), ahead=True): Rates(259, 567),
+    _swapped((64, 16), ahead=True): Rates(267, 748),
+    _swapped((64, 32), ahead=True): Rates(291, 881),
+    _swapped((64, 64), ahead=True): Rates(343, 1528),
+    _swapped((64, 8), 2, ahead=True): Rates(349, 1143),
+    _swapped((64, 16), 2, ahead=True): Rates(333, 1368),
+    _swapped((64, 64), 2, ahead=True): Rates(492, 926),
+    _kernel((64, 64), store_buffers=1, ahead=True): Rates(286, 778),
+    _kernel((64, 80), store_buffers=2, ahead=True): Rates(327, 1693),
+    _kernel((64, 96), store_buffers=2, ahead=True): Rates(346, 1749),
+    _kernel((64, 112), store_buffers=2, ahead=True): Rates(383, 1708),
+    _kernel((64, 32), split_k=2, ahead=True): Rates(203, 4202),
+    _kernel((64, 64), split_k=2, ahead=True): Rates(323, 2548),
+    _kernel((64, 128), split_k=2, ahead=True): Rates(341, 5648),
+    _swapped((128, 8), ahead=True): Rates(232, 2732),
+    _swapped((128, 16), ahead=True): Rates(238, 3436),
+    _swapped((128, 16), 2, ahead=True): Rates(230, 6544),
+    _swapped((128, 8), 4, ahead=True): Rates(647, 1041),
+    _swapped((128, 16), 4, ahead=True): Rates(727, 1208),
+    _kernel((128, 64), store_buffers=1, ahead=True): Rates(345, 2097),
+    _kernel((128, 96), store_buffers=2, ahead=True): Rates(427, 3027),
+    _kernel((128, 128), store_buffers=2, ahead=True): Rates(562, 2317),
+    _kernel((128, 128), split_k=2, ahead=True): Rates(655, 4118),
+    _kernel((128, 64), store_buffers=1, ahead=True, clips_rows=True): Rates(369, 1931),
+    _swapped((64, 16), ahead=True, **LOADS): Rates(297, 468),
+    _kernel((128, 96), split_k=4, ahead=True, vector_merge=True, **LOADS): Rates(494, 6371),
     _kernel((128, 128), split_k=2, ahead=True, vector_merge=True, clips_rows=True): Rates(
-        507, 5253
+        579, 5210
     ),
-    _kernel((128, 192), store_buffers=3, turns=True, **LOADS): Rates(810, 2034),
-    _swapped((64, 16), ahead=True, **LOADS): Rates(258, 120),
-    _kernel((128, 96), split_k=4, ahead=True, vector_merge=True, **LOADS): Rates(392, 6690),
+    _swapped((64, 8), unroll=2, ahead=True, **LOADS): Rates(342, 58),
+    _swapped((64, 16), unroll=2, ahead=True, **LOADS): Rates(343, 286),
+    _swapped((64, 16), 4, unroll=2, ahead=True, vector_merge=True, **STAGED): Rates(317, 1908),
+    _kernel((64, 16), unroll=2, ahead=True, **STAGED): Rates(295, 208),
+    _kernel((64, 32), unroll=2, ahead=True, **STAGED): Rates(260, 688),
+    _kernel((64, 16), split_k=4, unroll=2, ahead=True, vector_merge=True, **STAGED): Rates(
+        273, 2056
+    ),
+    _kernel((64, 96), store_buffers=2, unroll=2, band=1, ahead=True, staged_columns=True): Rates(
+        317, 1563
+    ),
+    _kernel((64, 192), store_buffers=3, unroll=2, band=2, **STAGED): Rates(522, 3645),
+    _kernel((128, 80), store_buffers=2, unroll=2, ahead=True, **STAGED): Rates(333, 4244),
+    _kernel((128, 128), store_buffers=2, unroll=2, band=1, ahead=True, **STAGED): Rates(596, 1982),
+    _kernel((128, 96), store_buffers=2, unroll=2, turns=True, **STAGED): Rates(416, 4104),
+    _kernel(
+        (128, 80), split_k=2, unroll=2, ahead=True, turns=True, vector_merge=True, **STAGED
+    ): Rates(411, 5202),
+    _kernel((128, 144), store_buffers=3, **STAGED): Rates(624, 3701),
+    _kernel((128, 160), store_buffers=3, band=1, **STAGED): Rates(739, 2315),
+    _kernel((128, 192), store_buffers=3, turns=True, **STAGED): Rates(884, 2067),
+    _kernel((128, 192), store_buffers=3, cluster_m=2, turns=True, staged_columns=True): Rates(
+        982, 2073
+    ),
 }
 """Kernels and their rates: the fit of `tuner develop fit rates` to
 ``tests/assets/fits/rates.jsonl.gz``.
@@ -121,12 +133,16 @@ KERNELS: Mapping[Config, Rates] = {
 
 
 def serves(problem: GemmProblem, gpu: Gpu) -> bool:
-    """True for such problems on a GPU that runs the kernels."""
-    return problem.scales == "block" and gpu.compute_capability == HOPPER
+    """True for such problems, and those with factors of rows, on a GPU that runs the kernels."""
+    is_served = problem.scales == "block" or problem.dtype_d == "bfloat16"
+    return is_served and gpu.compute_capability == HOPPER
 
 
 def select(problem: GemmProblem, gpu: Gpu) -> RuleSelection | None:
     """The rule's kernels for a problem; None when none takes it."""
+    if problem.scales == "row":
+        doubt = "chosen by the rule of products with factors of rows"
+        return RuleSelection.of(of_rows.expected(problem, gpu), doubt)
     expected = []
     for config, rates in KERNELS.items():
         reads = tiles(problem, config)[1] if config["swap_ab"] else 1
@@ -135,25 +151,9 @@ def select(problem: GemmProblem, gpu: Gpu) -> RuleSelection | None:
     return RuleSelection.of(expected, "chosen by the rule of products with factors of blocks")
 
 
-def expected_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) -> float:
-    """Expected time of a kernel, microseconds."""
-    return estimate_us(problem, config, gpu, rates) + _filled_us(problem, config, gpu)
-
-
-def _filled_us(problem: GemmProblem, config: Config, gpu: Gpu) -> float:
-    """Microseconds that TMA takes longer to fill the rows of A's last tile that lie outside."""
-    if config["swap_ab"] or "clips_rows" in config.params:
-        return 0.0
-    along_m, along_n = tiles(problem, config)
-    rows = along_m * config["tile_m"] - problem.m
-    share = min(1.0, along_n * config["split_k"] / gpu.sm_count)
-    steps = ceil(ceil(problem.k / SCALE_BLOCK) / config["split_k"])
-    clocks = FILLED_CLOCKS * max(0.0, rows * share - HIDDEN_ROWS)
-    return float(steps * clocks / (CLOCK_SHARE * gpu.clock_max_mhz))
-
-
 @cache
 def targets() -> tuple[Target, ...]:
     """The kernels, to be built and proven."""
     small = GemmProblem(512, 1024, 1024, dtype=E4M3, scales="block")
-    return tuple(Target(config, small) for config in (*KERNELS, *serial.KERNELS))
+    of_blocks = [Target(config, small) for config in (*KERNELS, *serial.KERNELS)]
+    return *of_blocks, *(Target(c, replace(small, scales="row")) for c in of_rows.KERNELS)

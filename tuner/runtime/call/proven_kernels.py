@@ -180,7 +180,7 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
     problem = posed.problem
     selection: Selection | RuleSelection | None = None
     if not knows(problem, gpu):
-        return _without_portfolio(posed, gpu, device, excluded)
+        return _without_selection(posed, gpu, device, excluded)
     if rule := rule_of(problem):
         selection = rule.select(problem, gpu)
     elif mine := _portfolio_of(problem, gpu):
@@ -188,14 +188,14 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
             problem = replace(problem, is_varlen=True)
         selection = mine.select(problem)
     if selection is None:
-        return None
+        return _without_selection(posed, gpu, device, excluded)
     candidates = _Candidates(posed, gpu, device, excluded, selection)
     return Choice(selection, _timed(candidates) or _expected(candidates))
 
 
-def _without_portfolio(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | None:
-    """The fastest of PyTorch's and the libraries' kernels for a product that no portfolio has; None
-    unless it is timed. Such are products of e4m3 with factors of tensors or of rows.
+def _without_selection(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | None:
+    """The fastest of PyTorch's and the libraries' kernels for a product without a selection; None
+    unless it is timed. Such are products of e4m3 with a factor each.
     """
     if not isinstance(posed.problem, GemmProblem):
         return None
@@ -297,13 +297,14 @@ def _timed(candidates: _Candidates) -> Plan | Refusal | None:
     when nothing can be timed. Ranks that agreed would measure different times.
     """
     selection, posed = candidates.selection, candidates.posed
-    if posed.run is None or lists.is_agreed or rule_of(posed.problem):
+    is_ruled = isinstance(selection, RuleSelection) and bool(selection.expected)
+    if posed.run is None or lists.is_agreed or is_ruled:
         return None
     # Only programs that time their calls need these.
     from tuner.runtime.call import benchmark, peer_contenders
 
-    is_ranked = isinstance(selection, Selection)
-    ranked = [config for _, config in selection.ranked()] if is_ranked else []
+    own = selection.ranked() if isinstance(selection, Selection) else selection.own()
+    ranked = [config for _, config in own]
 
     def planned(config: Config) -> Plan | None:
         """The plan of a proven candidate; None where it has none."""

@@ -1,0 +1,95 @@
+"""Kernels for e4m3 products with factors of rows, where cuBLASLt is expected to be slower.
+
+PyTorch's kernel of such products divides no K, and copies wide tiles: few rows take it as long as
+many. Ours promote their sums, so they are more exact than what ``fast_accum`` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+
+from tuner.config import Config, Value
+from tuner.families import families
+from tuner.families.block_scaled_gemm import LOADS, MAX_READS, MEMORY_EFFICIENCY, Rates
+from tuner.families.block_scaled_gemm.expected import expected_us
+from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, deepened
+from tuner.families.strided_product import tiles
+from tuner.hardware import Gpu
+from tuner.problem import SCALE_BLOCK, GemmProblem
+
+MARGIN = 1.1
+"""PyTorch's expected time over ours, from which on ours answer."""
+PYTORCH_TILE = 128
+PYTORCH_START_US, PYTORCH_TILE_US, PYTORCH_STEP_US, PYTORCH_MEMORY = 2.05, 1.63, 0.301, 1.41
+"""Microseconds of a launch, of a tile and of its 128 of K, and time of the bytes over memory's.
+
+They follow 67 products of an H200 (29 November 2026) within 9 %.
+"""
+
+
+def _kernel(
+    tile: tuple[int, int],
+    *,
+    swap_ab: bool = False,
+    split_k: int = 1,
+    store_buffers: int = 0,
+    band: int = 8,
+    unroll: int = 2,
+    ahead: bool = True,
+) -> Config:
+    params: dict[str, Value] = {
+        **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": 2},
+        **{"cluster_m": 1, "cluster_n": 1, "split_k": split_k, "store_buffers": store_buffers},
+        **{"raster_order": "AlongM", "max_swizzle_size": 1 if swap_ab else band, "pdl": False},
+        **{"unroll": unroll, **LOADS},
+    }
+    if ahead:
+        params["ahead"] = True
+    if tile[0] == INSTRUCTION_ROWS:
+        params["uniform_branch"] = True
+    if split_k > 1:
+        params["vector_merge"] = True
+    return deepened(Config("block_scaled_gemm", params))
+
+
+KERNELS: Mapping[Config, Rates] = {
+    _kernel((64, 16), swap_ab=True): Rates(232, 784),
+    _kernel((64, 32), swap_ab=True): Rates(242, 951),
+    _kernel((128, 16), swap_ab=True): Rates(232, 1568),
+    _kernel((64, 16), swap_ab=True, split_k=2): Rates(255, 1622),
+    _kernel((64, 16), swap_ab=True, split_k=4): Rates(226, 2018),
+    _kernel((64, 16)): Rates(223, 510),
+    _kernel((64, 64), store_buffers=1): Rates(274, 1235),
+    _kernel((64, 96), store_buffers=2, band=1): Rates(321, 1837),
+    _kernel((64, 128), store_buffers=2, band=1): Rates(314, 3951),
+    _kernel((64, 64), split_k=2): Rates(277, 2446),
+    _kernel((128, 64), store_buffers=1): Rates(339, 2236),
+    _kernel((128, 96), store_buffers=2, band=2): Rates(336, 4276),
+    _kernel((128, 160), store_buffers=3, unroll=4, ahead=False, band=2): Rates(566, 5198),
+    _kernel((128, 128), split_k=2): Rates(476, 11894),
+    _kernel((128, 96), split_k=4): Rates(745, 855),
+}
+"""Kernels and their rates: the fit of `tuner develop fit rates` to
+``tests/assets/fits/rates.jsonl.gz``.
+"""
+
+
+def expected(problem: GemmProblem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+    """Kernels that are expected to be faster than PyTorch's, by microseconds."""
+    member, limit = families()["block_scaled_gemm"], pytorch_us(problem, gpu) / MARGIN
+    for config, rates in KERNELS.items():
+        reads = tiles(problem, config)[1] if config["swap_ab"] else 1
+        if reads <= MAX_READS and member.accepts(problem, config, gpu):
+            us = expected_us(problem, config, gpu, rates)
+            if us <= limit:
+                yield us, config
+
+
+def pytorch_us(problem: GemmProblem, gpu: Gpu) -> float:
+    """Expected microseconds of cuBLASLt's kernel, by its tiles of 128 x 128 and memory's time."""
+    rounds = ceil(ceil(problem.m / PYTORCH_TILE) * ceil(problem.n / PYTORCH_TILE) / gpu.sm_count)
+    steps = ceil(problem.k / SCALE_BLOCK)
+    compute = rounds * (PYTORCH_TILE_US + steps * PYTORCH_STEP_US)
+    memory = PYTORCH_MEMORY * problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
+    return float(PYTORCH_START_US + (compute**4 + memory**4) ** 0.25)
