@@ -17,6 +17,7 @@ from portfolio_cases import (
 )
 
 from tuner.families.by_operation import AttentionDomain, Mask, Phase, domain_of
+from tuner.families.fused_attention.prompts import SEARCH_US, SEARCHING, WINDOWED
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Regime
 from tuner.search import timed
@@ -226,13 +227,12 @@ class TestDonors:
     @pytest.mark.parametrize(
         ("head_dim", "kind"),
         [
-            (64, "S=300,window=9"),
             (64, "S=300,varlen=1,layout=bshd"),
             (96, "SQ=8,SKV=900"),
-            (96, "S=300,causal=1"),
-            (128, "S=300,causal=1,softcap=30"),
+            (96, "S=300,window=9"),
+            (192, "S=300,causal=1,softcap=30"),
             (128, "S=30,causal=1,varlen=1,layout=bshd"),
-            (192, "S=300"),
+            (192, "S=300,causal=1"),
             (192, "S=20,causal=1"),
             (256, "S=300,softcap=30"),
             (256, "S=300,varlen=1,layout=bshd"),
@@ -278,12 +278,28 @@ class TestDonors:
         domain = AttentionDomain(192, "full", "prompt")
         models = DomainModels(domain, WARM, [own], 0.0, REGRET)
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
-        for at in (domain, domain._replace(is_varlen=True)):
-            found = known.models_of(at)
-            assert found is not None and {one.config["tile_n"] for one in found.candidates} >= {80}
-            (tall,) = (one for one in found.candidates if one.config["tile_n"] == 112)
-            assert tall.rates["launch"] == 9.0
-            assert tall.rates["mean_steps"] == pytest.approx(0.5 * 112 / 80)
+        found = known.models_of(domain._replace(is_varlen=True))
+        assert found is not None and {one.config["tile_n"] for one in found.candidates} >= {80}
+        (tall,) = (one for one in found.candidates if one.config["tile_n"] == 112)
+        assert tall.rates["launch"] == 9.0 + SEARCH_US
+        assert tall.rates["mean_steps"] == pytest.approx(0.5 * 112 / 80 * SEARCHING)
+
+    def test_windows_hide_repeated_reading_from_further_kernels(self) -> None:
+        rates = {"launch": 9.0, "mean_steps": 0.5, "repeated": 2.0}
+        own = candidate(maker()(1, 48), FUSED.work_terms, **rates)
+        domain = AttentionDomain(192, "full", "prompt")
+        domains = {
+            one: DomainModels(one, WARM, [own], 0.0, REGRET)
+            for one in (domain, domain._replace(phase="few"))
+        }
+        known = Portfolio("attention", DEFAULT_GPU, domains)
+        found = known.models_of(domain._replace(mask="windowed"))
+        assert found is not None
+        (packing,) = (one for one in found.candidates if one.config.get("fills_rows"))
+        assert packing.rates["launch"] == 9.0 and "repeated" not in packing.rates
+        shares = FUSED.tiling(own.config).resident < FUSED.tiling(packing.config).resident
+        assert packing.config["tile_n"] == 48 and shares
+        assert packing.rates["mean_steps"] == pytest.approx(0.5 * WINDOWED)
 
     @pytest.mark.parametrize("phase", ["few", "one"])
     def test_a_mask_beside_the_soft_cap_leaves_its_kernels_at_d_256(self, phase: Phase) -> None:

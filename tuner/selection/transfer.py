@@ -173,7 +173,8 @@ class Transfer:
         for kernel in domain.further_kernels:
             if (whole := self._like(kernel, domain.alike_kernels(kernel))) is None:
                 continue
-            rated = [_rated(kernel, whole)]
+            alike = _rated(kernel, whole)
+            rated = [replace(alike, rates=domain.further_rates(kernel, alike.rates))]
             ways = self._like(kernel, [domain], "kernel") if domain.splits(kernel) else None
             if ways is not None:
                 combining = {name: us for name, us in ways.rates.items() if name in COMBINING}

@@ -157,7 +157,7 @@ class AttentionDomain(_Attention, Domain):
                 yield type(self)(width, mask, self.phase)
             return
         if self.head_dim == _RARE:
-            if self.takes_packs or (self.operand and self.phase != "prompt"):
+            if self.takes_packs or (self.operand == "bool" and self.phase != "prompt"):
                 yield type(self)(_RARE, "full", self.phase)
             yield type(self)(_RARE, "full", "prompt")
             return
@@ -336,6 +336,10 @@ class AttentionDomain(_Attention, Domain):
         if self.mask != "full":
             yield type(self)(self.head_dim, "causal", phase)
         yield type(self)(self.head_dim, "full", phase)
+
+    def further_rates(self, kernel: Config, rates: Mapping[str, float]) -> dict[str, float]:
+        """Rates of one of `further_kernels`, from those of a kernel like it of another domain."""
+        return prompts.rates(kernel, rates, self.mask)
 
     def donor_factor(self, kernel: Config) -> float:
         """Time of a kernel that the family names, over that by the rates of a dense one like it."""
