@@ -3,7 +3,8 @@
 Each call stands behind an ordinary kernel that writes its rows, weights rotated. Own kernels are
 those that are built here. Results are compared with fp64 before anything is timed, and the fastest
 of either side are timed once more. ``tuner`` is the rule's choice in ``scaled``, `tuner.linear` in
-``narrow``, and the fastest own kernel in ``e4m3``. The table also has the best own kernel of each.
+``narrow``, `tuner.scaled_mm` in ``rows``, and the fastest own kernel in ``e4m3``. The table also
+has the best own kernel of each.
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ SCALED = tuple(
 OPERANDS = tuple(
     Product(GemmProblem(m, n, k, dtype=E4M3, **KINDS[kind]), kind)
     for kind, (m, n, k) in product(KINDS, E4M3_SIZES)
+)
+ROW_FACTORS = tuple(
+    Product(GemmProblem(m, n, k, dtype=E4M3, scales="row"), f"M={m}")
+    for (n, k), m in product(NARROW_LAYERS.values(), (1, 8, 16, 32, 64, 128, 256))
 )
 NARROW = tuple(
     Product(GemmProblem(m, n, k, dtype="bfloat16"), f"M={m}")
@@ -193,6 +198,21 @@ def narrow(case: Product, _: Namespace) -> Row:
     ways += built_ways(tensors, ("gemv", "cluster_gemm"), NARROW_KERNELS)
     ways += built_ways(tensors, ("gemm",), NARROW_BUILT)
     return measured(tensors, ways)
+
+
+def of_rows(case: Product, _: Namespace) -> Row:
+    """Times and errors of up to 256 rows in e4m3 with factors of rows, of what is served."""
+    import torch
+
+    import tuner
+
+    tensors = Tensors(case.problem)
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+
+    def served(i: int) -> Any:
+        return tuner.scaled_mm(tensors.rows, tensors.weights[i][0].t(), *tensors.factors, **options)
+
+    return measured(tensors, [*torch_ways(tensors), ("tuner", lambda: served)])
 
 
 def measured(tensors: Tensors, ways: Sequence[Way], served: str = "") -> Row:
@@ -310,6 +330,12 @@ BENCH = Bench(
             *(lambda _: OPERANDS, e4m3),
             table=table,
             smoke=_smoke("e4m3", scales="row"),
+        ),
+        "rows": Preset(
+            "e4m3 with factors of rows, untuned: ten layers at 1 to 256 rows, beside PyTorch's",
+            *(lambda _: ROW_FACTORS, of_rows),
+            table=ratio_table,
+            smoke=_smoke("rows", scales="row"),
         ),
         "narrow": Preset(
             "64 to 256 rows in bf16, beside every algorithm of cuBLASLt",
