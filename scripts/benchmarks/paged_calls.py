@@ -89,7 +89,6 @@ def short(config: Config) -> str:
     text += " regs" if config["q_in_registers"] else ""
     text += " persistent" if config["persistent"] else ""
     text += " stream-K" if config.get("stream_k") else ""
-    text += " straight" if config.get("goes_straight") else ""
     return text + (f" {config['combine']}" if "combine" in config.params else "")
 
 

@@ -282,13 +282,8 @@ def test_stream_k_is_of_two_groups_at_most_over_pages() -> None:
     more = {"persistent": False, "splits": 2, "combine": "kernel"}
     assert reasons("SQ=1,D=128,page_size=16", **more) == [only]
     assert reasons("SQ=1,D=128") == ["stream_k is for paged caches, only"]
-    assert reasons("SQ=1,D=128,page_size=16", goes_straight=True) == []
     (unpadded,) = reasons("SQ=8,D=128,causal=1,page_size=16", fills_rows=True)
     assert unpadded.startswith("fills_rows is for pads_heads")
-    straight = make(1, 64, goes_straight=True)
-    problem = AttentionProblem.parse("SKV=999,SQ=1,D=128,page_size=16")
-    only = "goes_straight is for stream_k, only"
-    assert FAMILY.violations(problem, straight, DEFAULT_GPU) == [only]
 
 
 def test_e4m3_is_launched_with_its_factors_last() -> None:

@@ -39,11 +39,11 @@ def test_splits_follow_lengths_and_places(
 @pytest.mark.parametrize("instance", (64, 128))
 def test_one_sequence_is_combined_by_a_cluster(instance: int) -> None:
     """Where a cluster may be, and not of many tiles or few splits."""
-    one = decoding(8, 32768, 32768)._replace(instance=instance)
-    one = decoding(8, 32768, 32768)
+    one = decoding(8, 8192, 8192)._replace(instance=instance)
     assert best(one) == (16, "cluster")
     assert best(one._replace(has_clusters=False))[1] == "kernel"
     assert best(one._replace(tiles=9))[1] == "kernel"
+    assert best(one._replace(longest=1 << 17, mean=1 << 17))[1] == "kernel"
 
 
 def test_nearly_equal_lengths_share_a_schedule() -> None:

@@ -43,20 +43,31 @@ def expected_us(
 
 
 def decoding_factor(problem: Problem, config: Config) -> float:
-    """Factor of times over pages: readings of each key, half-empty tiles, and persistent kernels'
-    lack of splits.
+    """Factor of times over pages: readings of each key, half-empty and short tiles, persistent
+    kernels' lack of splits, and whole queries in a chunk's tile.
     """
-    if not (isinstance(problem, AttentionProblem) and problem.is_paged and problem.is_decoding):
+    if not (isinstance(problem, AttentionProblem) and problem.is_paged):
         return 1.0
-    group = problem.heads_q // problem.heads_kv
+    group, queries = problem.heads_q // problem.heads_kv, problem.seqlen_q
+    fills, is_short = "fills_rows" in config.params, problem.seqlen_kv <= 1024
+    filled = 0.7 if fills and group % 4 else 1.0
+    if not problem.is_decoding:
+        return filled
     held = int(config.get("packed_heads", 1))
+    height = 64 * config["warp_groups"]
+    tiles = group // math.gcd(held, group)
     if config.get("pads_heads"):
-        fewest = next(heads for heads in (8, 16, 32, group) if heads >= group)
-        rows, height = problem.seqlen_q * fewest, 64 * config["warp_groups"]
-        tiles = math.ceil(problem.seqlen_q * held / height) if problem.seqlen_q <= 8 else 1
-        return tiles * (1.5 if height == 128 and rows <= 64 else 1.0)
-    readings = group // math.gcd(held, group)
-    return readings * (3.2 if config["persistent"] and problem.seqlen_q <= 8 else 1.0)
+        of_tile = max(1, height // (group if fills else held))
+        tiles = math.ceil(queries / of_tile) if queries <= 8 else 1
+    if config["persistent"]:
+        whole = 1.0 if queries > 8 else 1.7 if fills and is_short else 3.2
+        return tiles * whole * filled
+    if fills and is_short:
+        return 1.0
+    fewest = next(heads for heads in (8, 16, 32, group) if heads >= group)
+    if config.get("pads_heads") and height == 128:
+        return tiles * (1.5 if queries * fewest <= 64 else 1.25 if is_short else 1.0)
+    return tiles
 
 
 def own_by_hand(

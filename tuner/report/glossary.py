@@ -74,7 +74,6 @@ MEANINGS: Mapping[str, str] = {
     "stages_output": "The output goes through shared memory and TMA.",
     "store_buffers": "Boxes of shared memory a warp stores its results through; 0: none.",
     "fills_rows": "A tile's rows are whole queries of a KV head's heads: as many as it holds.",
-    "goes_straight": "Blocks find their part by its number where all tiles have equally many.",
     "stream_k": "Blocks take parts of all keys, by the lengths at launch.",
     "streams": "CUDA streams over which the launches are dealt.",
     "swap_ab": "Computes the transposed product, so that M and N change places.",

@@ -31,9 +31,18 @@ PADDED_HEADS = 8, 16, 32
 #: Time of tiles of 128 rows over that of 64 rows where these hold all: up to 1.5 (an H200, 29
 #: November 2026).
 HALF_EMPTY = 1.5
+#: The same for at most so many keys, which take less than what begins and ends a tile: 1.1 to 1.7.
+SHORT_TALL, MAX_SHORT_KEYS = 1.25, 1024
+#: Time of a chunk's kernel with as many whole queries as a tile's rows hold, over what the rates
+#: say, beside kernels of single heads: 0.55 to 1.2, 0.74 in the geometric mean of 10 drawn batches
+#: (an H200, 29 November 2026).
+FILLED = 0.7
+#: The same as `PERSISTENT_AT_DECODING` of such a kernel for at most `MAX_SHORT_KEYS`.
+FILLED_AT_SHORT = 1.7
 #: Time of a kernel whose blocks take equal parts of all keys over the best of the others, for at
-#: least so many sequences of so many keys at most, of unlike lengths.
-STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS = 0.8, 64, 32768
+#: least so many sequences of so many keys at most, of unlike lengths; or for so many tiles: 0.8 to
+#: 1.15, and the same whatever length a captured graph is made for (an H200, 29 November 2026).
+STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS, MIN_STREAMED_TILES = 0.8, 64, 32768, 512
 #: Time of a kernel whose blocks take counted parts of a sequence's keys over the same kernel's with
 #: equally many splits of all: the least of those of unlike lengths. For so many tiles at most.
 COUNTED, MAX_COUNTED_TILES = 0.9, 600
@@ -205,7 +214,7 @@ def page_readings(problem: Any, config: Config) -> int:
     if (queries := problem.seqlen_q) > MAX_DECODED:
         return 1
     rows = group if config.get("fills_rows") else packed
-    return -(-queries // (family(config.family).tile_rows(config) // rows))
+    return -(-queries // max(1, family(config.family).tile_rows(config) // rows))
 
 
 def _decoding_pages(
@@ -226,12 +235,19 @@ def _decoding_pages(
     whole = PERSISTENT_AT_DECODING if problem.seqlen_q <= MAX_DECODED else 1.0
     group = problem.heads_q // problem.heads_kv
     rows = problem.seqlen_q * next((held for held in PADDED_HEADS if held >= group), group)
+    is_short = problem.seqlen_kv <= MAX_SHORT_KEYS
 
     def factor(config: Config) -> float:
+        if config["persistent"]:
+            is_filled = is_short and whole > 1 and config.get("fills_rows")
+            slower = FILLED_AT_SHORT if is_filled else whole
+            return page_readings(problem, config) * slower * _filled(config, group)
+        if config.get("fills_rows") and is_short:
+            return 1.0
+        slower = 1.0
         if config.get("pads_heads") and config["warp_groups"] > 1:
-            slower = HALF_EMPTY if rows <= family(config.family).tile_rows(config) // 2 else 1.0
-        else:
-            slower = whole if config.get("persistent") else 1.0
+            is_half = rows <= family(config.family).tile_rows(config) // 2
+            slower = HALF_EMPTY if is_half else SHORT_TALL if is_short else 1.0
         return page_readings(problem, config) * slower
 
     candidates = times.models.candidates
@@ -244,10 +260,12 @@ def _decoding_pages(
             found.append((cautious_us * factors[place], us * factors[place], place, splits))
     if not (problem.is_varlen and found):
         return found
+    tiles = problem.batch * problem.heads_kv
     is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS
+    is_long |= tiles >= MIN_STREAMED_TILES
     base = min(found)
     form = _form(candidates[base[2]].config)
-    is_counted = problem.batch * problem.heads_kv <= MAX_COUNTED_TILES
+    is_counted = tiles <= MAX_COUNTED_TILES
     for place in streaming:
         config = candidates[place].config
         if config["persistent"] and is_long:
@@ -257,17 +275,26 @@ def _decoding_pages(
     return found
 
 
+def _filled(config: Config, group: int) -> float:
+    """Factor of a kernel's time by `FILLED`: packs of four heads divide other groups."""
+    return FILLED if config.get("fills_rows") and group % 4 else 1.0
+
+
+def _prompts_over_pages(
+    times: DomainTimes, problem: Any, estimates: Iterable[Estimate]
+) -> list[Estimate]:
+    """Estimates of prompts over pages, with the factor of `_filled`."""
+    group, candidates = problem.heads_q // problem.heads_kv, times.models.candidates
+    factors = [_filled(one.config, group) for one in candidates]
+    return [
+        (cautious_us * factors[place], us * factors[place], place, splits)
+        for cautious_us, us, place, splits in estimates
+    ]
+
+
 def _form(config: Config) -> Hashable:
     """Parameters of a kernel but for those of how blocks share and copy keys."""
-    others = (
-        "stream_k",
-        "goes_straight",
-        "splits",
-        "combine",
-        "box_rows",
-        "whole_rows",
-        "copy_warps",
-    )
+    others = "stream_k", "splits", "combine", "box_rows", "whole_rows", "copy_warps"
     return frozenset((name, v) for name, v in config.params.items() if name not in others)
 
 
@@ -284,8 +311,9 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     """
     times = models.times(gpu)
     estimates, vendors_us, is_near = times.estimates(problem)
-    if isinstance(models.domain, AttentionDomain) and models.domain.decodes_pages:
-        estimates = _decoding_pages(times, problem, estimates)
+    if isinstance(models.domain, AttentionDomain) and models.domain.is_paged:
+        weigh = _decoding_pages if models.domain.decodes_pages else _prompts_over_pages
+        estimates = weigh(times, problem, estimates)
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)

@@ -55,7 +55,8 @@ _ASSUMED_KEYS = 4096
 #: cluster took 5 to 16 % less, behind an element-wise kernel 5 % less to 8 % more (one sequence of
 #: 128 to 16384 keys, an H200, 29 November 2026). At D = 64 it took 18 % more at 128 keys, 7 % less
 #: at 1024 and 14 % less at 4096.
-_CLUSTERED = {64: (8, 16), 128: (8, 16)}
+#: Last, the keys at most that this holds for: at D = 128 a kernel took 13 % less at 32768 keys.
+_CLUSTERED = {64: (8, 16, 32768), 128: (8, 16, 8192)}
 _MIN_CLUSTERED = 12
 
 
@@ -196,9 +197,10 @@ def best(batch: Decoding) -> tuple[int, Combine]:
     bound_us = (1 + TIE * batch.mean / batch.longest) * min(times.values())
     near = (schedule for schedule, us in times.items() if us <= bound_us)
     splits, combine = min(near, key=lambda schedule: (schedule[0], times[schedule]))
-    tiles, blocks = _CLUSTERED.get(batch.instance, (0, 0))
-    if combine == "kernel" and batch.has_clusters and splits >= _MIN_CLUSTERED:
-        return (blocks, "cluster") if batch.tiles <= tiles else (splits, combine)
+    tiles, blocks, keys = _CLUSTERED.get(batch.instance, (0, 0, 0))
+    is_clustered = combine == "kernel" and batch.has_clusters and splits >= _MIN_CLUSTERED
+    if is_clustered and batch.tiles <= tiles and batch.longest <= keys:
+        return blocks, "cluster"
     return splits, combine
 
 
