@@ -39,8 +39,9 @@ def test_splits_follow_lengths_and_places(
 @pytest.mark.parametrize("instance", (64, 128))
 def test_one_sequence_is_combined_by_a_cluster(instance: int) -> None:
     """Where a cluster may be, and not of many tiles or few splits."""
-    keys = {64: 32768, 128: 8192}[instance]
-    one = decoding(8, keys, keys)._replace(instance=instance, tile_n=8192 // instance)
+    one = decoding(8, 8192, 8192)._replace(
+        instance=instance, tile_n=8192 // instance, bytes_per_key=32 * instance
+    )
     assert best(one) == (16, "cluster")
     assert best(one._replace(has_clusters=False))[1] == "kernel"
     assert best(one._replace(tiles=9))[1] == "kernel"
