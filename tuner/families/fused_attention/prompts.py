@@ -30,12 +30,15 @@ _PACKING_TILES = {64: 64, 96: 64, 128: 64, 192: 48}
 #: Any number of query heads to a KV head, none of a tile's rows in vain.
 _PACKS: Mapping[str, Value] = {"packed_heads": MAX_PACKED, "pads_heads": True, "fills_rows": True}
 
-WINDOWED, FILLING, SEARCHING = 0.8, 0.8, 0.7
-"""Times of steps of kernels under windows, and of packed sequences with filled rows and without,
-over those by the rates of other domains' kernels.
+#: Keys of tiles that are not tall.
+_SHORT = 64
 
-With them kernels chosen for 387 calls are 1.1 % (windows) and 11 % (packed sequences) slower in the
-mean than the fastest of each, else 12 and 15 %.
+WINDOWED, FILLING, SEARCHING = 0.8, 0.8, 0.7
+"""Times of steps over those by other domains' rates: under windows, with filled rows, and of
+packed sequences without.
+
+Packed sequences without a mask have the last with filled rows too. With these, kernels chosen for
+387 calls take 3.2 % longer in the mean than the fastest of each, else 5.7 %.
 """
 SEARCH_US = 0.7
 """Microseconds in which a warp finds the first tile of packed sequences."""
@@ -74,9 +77,12 @@ def kernels(
 def rates(kernel: Config, like: Mapping[str, float], mask: str) -> dict[str, float]:
     """Rates of a further kernel of a domain, from those of a kernel like it of another one."""
     if kernel.get("searches"):
-        factor, more = FILLING if kernel.get("fills_rows") else SEARCHING, SEARCH_US
+        is_filling = mask != "full" and kernel.get("fills_rows")
+        factor, more = FILLING if is_filling else SEARCHING, SEARCH_US
     elif mask == "windowed":  # keys that heads read anew stay in the cache
         factor, more, like = WINDOWED, 0.0, {**like, "repeated": 0.0}
+    elif kernel.get("fills_rows") and kernel["tile_n"] <= _SHORT:
+        factor, more = FILLING, 0.0
     else:
         return dict(like)
     found = {term: us if term == "launch" else factor * us for term, us in like.items() if us}
