@@ -157,6 +157,15 @@ def test_what_no_kernel_serves_is_pytorch_s_scaled_product(
     }
 
 
+def test_a_scaled_product_is_timed_in_place(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = on_cpu.scaled.ScaledCall(E4M3_A, E4M3_B, ONE, ONE, None, None, torch.bfloat16, True)
+    assert call.pose().run is None
+    monkeypatch.setenv("TUNER_BENCHMARK", "1")
+    assert torch.equal(call.pose().run(None), call.by_pytorch())
+
+
 def test_a_tuned_scaled_product_is_run_with_its_factors(
     on_cpu: SimpleNamespace, zeros: SimpleNamespace
 ) -> None:

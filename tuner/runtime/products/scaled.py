@@ -94,7 +94,8 @@ class ScaledCall(_Scaled, Call):
         options = self.out_dtype, self.fast_accum, self.scale_result
         problem = scaled_problem_of(*operands, *options)
         strides = _block_strides(problem, self.scale_a, self.scale_b)
-        return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]), strides=strides)
+        shape = *self.a.shape[:-1], *self.b.shape[-1:]
+        return self.measurable(Posed(problem, shape=shape, strides=strides))
 
     def by_pytorch(self) -> torch.Tensor:
         """PyTorch's product. `scale_result` is never handed to it: on CUDA, PyTorch 2.11 leaves it
