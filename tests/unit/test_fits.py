@@ -376,6 +376,22 @@ class TestRates:
         found = rule.fitted(fewer)[f"{name} step"]
         assert found == pytest.approx(1.3 * rates_of(rule.kernels[name]).step, rel=0.1)
 
+    def test_a_kernel_that_was_left_out_is_expected_to_be_slower(self) -> None:
+        (rule, _), name = RULES["gemm"], "256x128 u8"
+        *others, last = products("gemm", 1.3, 1.3)
+        bounds = [2.0 * one.us[name] for one in others]
+        left_out = [
+            one._replace(us={k: v for k, v in one.us.items() if k != name}, above={name: bound})
+            for one, bound in zip(others, bounds, strict=True)
+        ]
+
+        def missing(timed: list[rates_fit.TimedProduct]) -> float:
+            rates = rule.fitted(timed)
+            expected = (rule.expected_us(one.problem, name, rates) for one in others)
+            return fmean(max(0.0, b / us - 1) for b, us in zip(bounds, expected, strict=True))
+
+        assert missing([*left_out, last]) < 0.7 * missing([*others, last])
+
     def test_what_ships_is_the_fit_to_its_file(self) -> None:
         rows = refit.rows([FILES["rates"]])
         for kind in (GemmProblem.op, rates_fit.OF_ROWS):
