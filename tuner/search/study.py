@@ -72,9 +72,9 @@ class Effort:
 
 #: Quick: at most 16 kernels for each family of attention, 40 for GEMM. A group is started if it is
 #: expected to save 0.2 %, by what came in recorded searches. Waiting costs 0.1 % a second.
-#: Simulated on 16 cores (`scripts/bench search`, 36 recordings), half of the searches end within
-#: 32 s, nine of ten within 44 s, and one in ten loses 0.2 %. Waiting for all kernels takes 36 s and
-#: loses 0.1 %. Twice the price loses 1.2 % in one of ten. Full: 200 groups for each family, which
+#: Simulated on 16 cores (`scripts/bench search`, 39 recordings), half of the searches end within
+#: 26 s, nine of ten within 42 s, and one in ten loses 0.5 %. Waiting for all kernels takes 29 s and
+#: loses 0.2 %. Twice the price loses 1.6 % in one of ten. Full: 200 groups for each family, which
 #: enumerates all smaller spaces, and all compiles are waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
