@@ -33,12 +33,12 @@ _PACKS: Mapping[str, Value] = {"packed_heads": MAX_PACKED, "pads_heads": True, "
 #: Keys of tiles that are not tall.
 _SHORT = 64
 
-WINDOWED, FILLING, SEARCHING = 0.8, 0.8, 0.7
+WINDOWED, FILLING, SEARCHING = 0.7, 0.65, 0.7
 """Times of steps over those by other domains' rates: under windows, with filled rows, and of
 packed sequences without.
 
 Packed sequences without a mask have the last with filled rows too. With these, kernels chosen for
-387 calls take 3.2 % longer in the mean than the fastest of each, else 5.7 %.
+387 calls take 3.5 % longer in the mean than the fastest of each, else 5.7 %.
 """
 SEARCH_US = 0.7
 """Microseconds in which a warp finds the first tile of packed sequences."""
