@@ -113,10 +113,11 @@ def lazily(problem: AttentionProblem, config: Config) -> Iterator[Config]:
 
     At ten problems of 2,500 to 16,384 queries it took 3.1 to 5.5 % less with D = 128 and 256. With
     D = 64 it took 3.1 % less, and under a causal mask 1.6 % more. ``turn_ends=scores`` then took
-    1.2 % less at six with D = 128, and no less with others (H200, 29 November 2026).
+    1.2 % less at six with D = 128, and no less with others (H200, 29 November 2026). Both won at
+    six of eight e4m3 problems of 2,048 to 16,384 queries.
     """
     is_one = config["warp_groups"] == 1 or config["score_buffers"] > 1
-    if is_one or problem.dtype == E4M3:
+    if is_one or (problem.dtype == E4M3 and problem.is_paged):
         return
     is_long = problem.seqlen_q >= LONG and not problem.is_causal
     if instance(problem.head_dim) < (64 if is_long else 96):
