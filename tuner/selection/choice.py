@@ -40,9 +40,8 @@ FILLED = 0.7
 #: The same as `PERSISTENT_AT_DECODING` of such a kernel for at most `MAX_SHORT_KEYS`.
 FILLED_AT_SHORT = 1.7
 #: Time of a kernel whose blocks take equal parts of all keys over the best of the others, for at
-#: least so many sequences of so many keys at most, of unlike lengths; or for so many tiles: 0.8 to
-#: 1.15, and the same whatever length a captured graph is made for (an H200, 29 November 2026).
-STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS, MIN_STREAMED_TILES = 0.8, 64, 32768, 512
+#: least so many sequences of so many keys at most, of unlike lengths.
+STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS = 0.8, 64, 32768
 #: Time of a kernel whose blocks take counted parts of a sequence's keys over the same kernel's with
 #: equally many splits of all: the least of those of unlike lengths. For so many tiles at most.
 COUNTED, MAX_COUNTED_TILES = 0.9, 600
@@ -260,12 +259,10 @@ def _decoding_pages(
             found.append((cautious_us * factors[place], us * factors[place], place, splits))
     if not (problem.is_varlen and found):
         return found
-    tiles = problem.batch * problem.heads_kv
     is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS
-    is_long |= tiles >= MIN_STREAMED_TILES
     base = min(found)
     form = _form(candidates[base[2]].config)
-    is_counted = tiles <= MAX_COUNTED_TILES
+    is_counted = problem.batch * problem.heads_kv <= MAX_COUNTED_TILES
     for place in streaming:
         config = candidates[place].config
         if config["persistent"] and is_long:

@@ -148,13 +148,15 @@ def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config
             yield _padded(head_dim, 8)
         yield _padded(head_dim, MAX_PACKED, **copies)
         return
-    if head_dim in QUANTISED or not is_e4m3:
-        yield from (_padded(head_dim, heads, **copies) for heads in (8, 16))
-        tile_n, stages = _TALL_TILES[head_dim]
-        tall = {**copies, "warp_groups": 2, "tile_n": tile_n, "kv_stages": stages}
-        for heads in (16,) if is_e4m3 else (16, MAX_PACKED):
-            yield _padded(head_dim, heads, **{**tall, "blocks_per_sm": 1, "ping_pong": True})
-    yield _with(_padded(head_dim, MAX_PACKED, **copies), fills_rows=True)
+    yield from (_padded(head_dim, heads, **copies) for heads in (8, 16))
+    if is_e4m3 and head_dim not in QUANTISED:
+        yield _padded(head_dim, MAX_PACKED)
+        return
+    tile_n, stages = _TALL_TILES[head_dim]
+    tall = {**copies, "warp_groups": 2, "tile_n": tile_n, "kv_stages": stages, "blocks_per_sm": 1}
+    yield from (_padded(head_dim, heads, **tall, ping_pong=True) for heads in (16, MAX_PACKED))
+    if not is_e4m3:
+        yield _with(_padded(head_dim, MAX_PACKED, **copies), fills_rows=True)
 
 
 def _padded_copies(head_dim: int) -> dict[str, Value]:
