@@ -75,9 +75,19 @@ inline Optional started(Optional const& mask) {
   return mask && mask->defined() && is_off(*mask) ? Optional(copied(*mask)) : mask;
 }
 
-// False for a mask with terms whose rows are not aligned.
+// False for a mask with terms whose rows are not aligned, or that is expanded over the keys.
 inline bool is_aligned_mask(at::Tensor const& mask) {
-  return !mask.is_floating_point() || !mask.dim() || has_aligned_rows(mask);
+  if (!mask.is_floating_point() || !mask.dim()) return true;
+  return has_aligned_rows(mask) && (mask.size(-1) < 2 || mask.stride(-1) != 0);
+}
+
+// The mask; one with a single column, expanded over the keys.
+inline Optional over_keys(Arguments const& given) {
+  at::Tensor const* const mask = given.given();
+  if (!mask || !mask->dim() || mask->size(-1) != 1 || given.key.dim() < 2) return given.mask;
+  auto sizes = mask->sizes().vec();
+  sizes.back() = given.key.size(-2);
+  return mask->expand(sizes);
 }
 
 // False for sizes that PyTorch's fused kernels fail on, though one may be chosen for them.
@@ -136,16 +146,16 @@ template <class Attend>
 at::Tensor handed_over(Arguments const& given, bool is_plain, Attend attend) {
   bool const is_elsewhere = given.given() && given.given()->device() != given.query.device();
   if (is_elsewhere || (is_plain && !fits(given))) return by_math(given);
+  Optional const mask = is_plain ? over_keys(given) : given.mask;
   if (may_ignore(given)) {
     if (wants_gradient(given)) {
-      at::Tensor const hidden = given.given()->any(-1, true).logical_not();
-      return attend(given.mask).masked_fill(hidden, 0);
+      at::Tensor const hidden = mask->any(-1, true).logical_not();
+      return attend(mask).masked_fill(hidden, 0);
     }
-    return attend(terms_of(*given.given(), given.query.scalar_type(), is_plain));
+    return attend(terms_of(*mask, given.query.scalar_type(), is_plain));
   }
-  if (is_plain && given.given() && !is_aligned_mask(*given.given()))
-    return attend(copied(*given.given()));
-  return attend(given.mask);
+  if (is_plain && given.given() && !is_aligned_mask(*mask)) return attend(copied(*mask));
+  return attend(mask);
 }
 
 }  // namespace tuner

@@ -327,14 +327,18 @@ def test_the_dispatcher_hands_over_aligned_terms(
     try:
         attend = SDPA if is_enabled else server.attention
         for attempt in range(3):
-            for terms in (mask, torch.randn(16, 20).half(), shifted(torch.randn(16, 20).half())):
+            for terms in (
+                *(mask, torch.randn(16, 20).half(), shifted(torch.randn(16, 20).half())),
+                *(torch.randn(16, 1).half(), torch.randn(16, 1).half() > 0),
+            ):
                 out, by_python, launched = server.went(partial(attend, q, k, v, terms))
                 assert close(out, exact(q, k, v, terms)) and not launched
                 assert terms.data_ptr() % 16 or by_python == (attempt == 0)
     finally:
         tuner.disable()
-    assert len(fused) == 9
+    assert len(fused) == 15
     assert all(is_aligned(tensor) for call in fused for tensor in call)
+    assert all(mask.stride(-1) == 1 for *_, mask in fused)
 
 
 # --- vendors' kernels that the selection launches ---------------------------------------------

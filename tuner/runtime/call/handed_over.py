@@ -6,6 +6,7 @@ by these rules; `templates/dispatcher/handed_over.h` has them for calls that pas
 | call | fault on an H200 | handed over |
 |---|---|---|
 | a start, or rows, off multiples of 16 bytes | wrong numbers, or a CUDA error | aligned copies |
+| a mask of one column for all keys | a CUDA error, or another | a column for each key |
 | a row of a boolean mask without a key | attention over all keys | terms of minus infinity |
 | the same with gradients | the same | the mask; PyTorch's output becomes zero there |
 | sizes that do not fit | an error first, then the process ends | the call, to PyTorch's `math` |
@@ -218,7 +219,7 @@ def is_changed(
         return True
     if type(mask) is not torch.Tensor:
         return False
-    return may_ignore(query, mask) or aligned_mask(mask) is not mask
+    return may_ignore(query, mask) or aligned_mask(over_keys(mask, key)) is not mask
 
 
 def may_ignore(query: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -247,11 +248,19 @@ def terms_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(rows, zero, -math.inf)[..., :width].expand(mask.shape)
 
 
+def over_keys(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The mask; one with a single column, expanded over the keys (B, HKV, SKV, D)."""
+    if not mask.dim() or mask.shape[-1] != 1 or key.dim() < 2:
+        return mask
+    return mask.expand(*mask.shape[:-1], key.shape[-2])
+
+
 def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
-    """The mask; a copy of one with terms whose rows are not aligned."""
+    """The mask; a copy of one with terms whose rows are not aligned, or expanded over the keys."""
     if not mask.is_floating_point() or not mask.dim():
         return mask
     is_read = _has_aligned_rows(mask.shape, mask.stride(), mask.element_size())
+    is_read = is_read and (mask.shape[-1] < 2 or mask.stride(-1) != 0)
     return mask if is_read and not is_off(mask) else copied(mask)
 
 

@@ -83,6 +83,7 @@ def attend(
     query, key, value = handed_over.aligned(query, key, value)
     hidden: torch.Tensor | None = None
     if attn_mask is not None and type(attn_mask) is torch.Tensor:
+        attn_mask = handed_over.over_keys(attn_mask, key)
         if handed_over.may_ignore(query, attn_mask):
             if guards.wants_gradient(query, key, value):
                 hidden = attn_mask.any(-1, keepdim=True).logical_not()
