@@ -224,12 +224,16 @@ def test_persistent_blocks_look_for_tiles_of_packed_sequences(
         ("S=300", {"stages_output": True}, False),
         ("S=300,mask=bk", {}, False),
         ("SQ=8,SKV=999,page_size=16,causal=1", {}, True),
+        ("SQ=8,SKV=999,page_size=16,causal=1,dtype=e4m3", {}, True),
+        ("SQ=8,SKV=999,page_size=16,causal=1,dtype=e4m3,D=192", {}, True),
+        ("SQ=8,SKV=999,page_size=16,causal=1,dtype=e4m3,D=80", {}, False),  # copies bring 64 bytes
     ],
 )
 def test_tiles_of_whole_queries_are_of_any_heads(
     text: str, params: Mapping[str, Value], is_legal: bool
 ) -> None:
-    problem = AttentionProblem.parse(f"B=3,H=27,HKV=3,D=128,{text}")
+    head_dim = "" if ",D=" in text else "D=128,"
+    problem = AttentionProblem.parse(f"B=3,H=27,HKV=3,{head_dim}{text}")
     given = {"packed_heads": 16, "pads_heads": True, "splits": 1, **params}
     config = make(1, 64, q_in_registers=False, fills_rows=True, **given)
     assert ([] == FAMILY.violations(problem, config, DEFAULT_GPU)) is is_legal

@@ -216,6 +216,7 @@ class TestWriting:
         names = [wheel.path.name.partition("-")[0] for wheel in wheels]
         assert names == [PACKAGE, f"{PACKAGE}_2"]
         first, second = (members(wheel.path) for wheel in wheels)
+        first_name = wheels[0].path.name
         assert not (first.keys() & second.keys())
         for name, data in (first | second).items():
             path = tmp_path / "site" / name
@@ -236,8 +237,15 @@ class TestWriting:
         assert all(ArtifactCache().find(f"prebuilt{tile}") for tile in (32, 64, 128))
         prebuilt.folder.cache_clear()
         monkeypatch.setattr("tuner.bundle.wheel.MAX_BYTES", 800_000)
+        others = {
+            tmp_path / "out" / first_name.replace(PACKAGE, f"{PACKAGE}{other}")
+            for other in ("_extra", "_2-0.1", "2")
+        }
+        for path in others:
+            path.write_bytes(b"another program's")
         (whole,) = write_wheels(kernels, cache, tmp_path / "out")
-        assert list((tmp_path / "out").iterdir()) == [whole.path], "the second one is stale"
+        left = set((tmp_path / "out").iterdir())
+        assert left == {whole.path, *others}, "the second one alone is stale"
 
     def test_the_command_says_it(
         self,

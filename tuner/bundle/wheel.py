@@ -11,9 +11,9 @@ beside the first one's::
                           libraries/<SHA-256>.so      once for all the kernels in it
     cutlass_tuner_kernels-<version>.dist-info/
 
-Beside these kernels the first has those of experts' rows and of quantisation. It also has the C++
-dispatchers of the artifact cache, one for each version of torch and Python. Other versions are
-served through Python.
+Beside these kernels the first has those of `tuner.compile.single`, as far as they are built. It
+also has the C++ dispatchers of the artifact cache, one for each version of torch and Python. Other
+versions are served through Python.
 
 Equal kernels make equal wheels, byte by byte. Members are sorted and dated 1980. Facts that
 differ from build to build (CPU-seconds, the rendered source) are left out.
@@ -41,7 +41,7 @@ from tuner.compile import dispatcher
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.prebuilt import ARTIFACTS, KERNELS, LIBRARIES, PACKAGE
 from tuner.compile.single import SOURCES
-from tuner.errors import ConfigError, TunerError
+from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.kernels import read, users
 
@@ -87,7 +87,7 @@ def write_wheels(
     Raises:
         ConfigError: when no kernel is left to pack, an artifact is missing or was rebuilt, a
             library needs a newer glibc, or a library exceeds `MAX_BYTES`.
-        StoreError: when one cannot be written.
+        StoreError: when one cannot be written or removed.
     """
     packed, wheels = _packed(kernels, with_unproven), dict[Wheel, bytes]()
     left_out = len(kernels.kernels) - len(packed.kernels)
@@ -108,11 +108,24 @@ def write_wheels(
         wheels[wheel] = data
     for wheel, data in wheels.items():
         output.write(wheel.path, data, make_folder=True)
-    written = {wheel.path for wheel in wheels}
-    for path in folder.glob(f"{PACKAGE}*-{tuner.__version__}-py3-none-{PLATFORM}.whl"):
-        if path not in written:
-            path.unlink()
+    _remove_stale(folder, len(wheels))
     return list(wheels)
+
+
+def _remove_stale(folder: Path, count: int) -> None:
+    """Remove wheels of this version that an earlier call wrote behind the first `count` ones.
+
+    Raises:
+        StoreError: when one cannot be removed.
+    """
+    names = re.compile(rf"{PACKAGE}_(\d+)-{re.escape(tuner.__version__)}-py3-none-{PLATFORM}\.whl")
+    for path in folder.iterdir():
+        name = names.fullmatch(path.name)
+        if name and int(name[1]) > count:
+            try:
+                path.unlink()
+            except OSError as exc:
+                raise StoreError(f"{path} is of an earlier build, and stays: {exc}") from exc
 
 
 def _parts(kernels: KernelList, artifacts: ArtifactCache) -> list[KernelList]:

@@ -28,6 +28,8 @@ BY_COLUMNS: Mapping[str, Value] = {
 NOT_BY_COLUMNS = ("key_groups", "stages_output", "split_keys", "whole_rows", "copy_warps")
 #: Parameters that tiles of whole queries do not have, but for those over pages.
 NOT_FILLING = ("stages_output", "skips_masked", "split_keys", "key_groups", "column_groups")
+#: Bytes that rows of such tiles are a multiple of: a copy brings so many columns, or twice as many.
+FILLED_BYTES = 64
 #: Columns of a stage of their keys.
 PART_COLUMNS = 128
 #: Elements that strides of pages and heads are multiples of, where copies bring whole rows: a
@@ -256,6 +258,11 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append(
             "fills_rows is for pads_heads without sinks and clusters, and but for pages without "
             f"masks as operands and {', '.join(NOT_FILLING)}, only"
+        )
+    size = instance(problem.head_dim) * DTYPE_BYTES[problem.dtype]
+    if "fills_rows" in config.params and size % FILLED_BYTES:
+        reasons.append(
+            f"fills_rows is not for rows of {size} bytes (allowed: multiples of {FILLED_BYTES})"
         )
     if not is_held(group, packed, pads):
         lack = "is less than" if pads else "does not divide"
