@@ -284,6 +284,16 @@ class TestDonors:
         assert tall.rates["launch"] == 9.0 + SEARCH_US
         assert tall.rates["mean_steps"] == pytest.approx(0.5 * 112 / 80 * SEARCHING)
 
+    def test_a_domain_of_vendors_alone_has_further_kernels(self) -> None:
+        """They have the sizes of the kernel whose rates they have."""
+        ships = next(one for one in portfolio.shipped() if one.op == "attention")
+        few = AttentionDomain(96, "full", "few")
+        vendors = [one for one in ships.domains[few].candidates if one.is_vendor]
+        alone = replace(ships.domains[few], candidates=vendors)
+        found = replace(ships, domains={**ships.domains, few: alone}).models_of(few)
+        assert found is None or found.times(DEFAULT_GPU) is not None
+        assert vendors
+
     def test_windows_hide_repeated_reading_from_further_kernels(self) -> None:
         rates = {"launch": 9.0, "mean_steps": 0.5, "repeated": 2.0}
         own = candidate(maker()(1, 48), FUSED.work_terms, **rates)

@@ -169,7 +169,7 @@ class Transfer:
             return []
         own = [one for one in beside if not one.is_vendor]
         digests = {one.family.compile_digest(one.config) for one in own if one.family}
-        spread, further = Spread.over(one.spread for one in own), list[Candidate]()
+        spreads, further = [one.spread for one in own], list[Candidate]()
         for kernel in domain.further_kernels:
             if (whole := self._like(kernel, domain.alike_kernels(kernel))) is None:
                 continue
@@ -187,6 +187,7 @@ class Transfer:
                     domain, one, None if "combine" in one.config.params else (1,)
                 )
                 if carried and family(kernel.family).compile_digest(carried.config) not in digests:
+                    spread = Spread.over(spreads or [carried.spread])
                     further.append(replace(carried, spread=spread))
         return further
 
