@@ -40,6 +40,7 @@ LAYERS: dict[str, Any] = {
     "bias and GELU": replace(LINEAR, epilogue="bias_gelu_tanh"),
     "swiglu": SwigluProblem(1, 14336, 4096, dtype="bfloat16"),
     "blocks": GemmProblem(1, 4096, 7168, dtype=E4M3, scales="block"),
+    "rows": GemmProblem(1, 4096, 4096, dtype=E4M3, scales="row"),
     "experts": GroupedGemmProblem(8, 1, 2048, 4096, dtype="bfloat16"),
     "experts of blocks": GroupedGemmProblem(8, 1, 2048, 4096, dtype=E4M3),
 }

@@ -12,6 +12,7 @@ block does with `serial_parts`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from math import ceil, prod
 from typing import ClassVar, NamedTuple
@@ -211,15 +212,22 @@ class BlockScaledGemm(StridedProduct):
         return reduction_of(config, scales)
 
     def invariant_kernels(self, problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
-        """Kernels of `serial_parts`."""
+        """Kernels of `serial_parts`; of factors of rows those that cuBLASLt may be faster than."""
         if isinstance(problem, GemmProblem) and problem.scales == "block":
             for config, rates in serial.KERNELS.items():
                 yield estimate_us(problem, config, gpu, Rates(*rates)), config
+        elif isinstance(problem, GemmProblem) and problem.scales == "row":
+            from tuner.families.block_scaled_gemm import of_rows
+
+            yield from of_rows.slower(problem, gpu)
 
     def invariant_builds(self, dtype: DType) -> Iterator[tuple[Config, Problem]]:
         """The same; `rule.targets` has them to be built."""
+        from tuner.families.block_scaled_gemm import of_rows
+
         small = GemmProblem(512, 1024, 1024, dtype=E4M3, scales="block")
         yield from ((config, small) for config in serial.KERNELS)
+        yield from ((config, replace(small, scales="row")) for config in of_rows.KERNELS)
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         gemm = as_gemm(problem, self.name)

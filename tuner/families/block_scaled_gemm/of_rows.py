@@ -77,13 +77,23 @@ KERNELS: Mapping[Config, Rates] = {
 
 def expected(problem: GemmProblem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
     """Kernels that are expected to be faster than PyTorch's, by microseconds."""
-    member, limit = families()["block_scaled_gemm"], pytorch_us(problem, gpu) / MARGIN
+    limit = pytorch_us(problem, gpu) / MARGIN
+    yield from ((us, config) for us, config in _timed(problem, gpu) if us <= limit)
+
+
+def slower(problem: GemmProblem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+    """The others: the batch-invariant mode has them too, so that it serves every number of rows."""
+    limit = pytorch_us(problem, gpu) / MARGIN
+    yield from ((us, config) for us, config in _timed(problem, gpu) if us > limit)
+
+
+def _timed(problem: GemmProblem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+    """All kernels that take a product, by microseconds."""
+    member = families()["block_scaled_gemm"]
     for config, rates in KERNELS.items():
         reads = tiles(problem, config)[1] if config["swap_ab"] else 1
         if reads <= MAX_READS and member.accepts(problem, config, gpu):
-            us = expected_us(problem, config, gpu, rates)
-            if us <= limit:
-                yield us, config
+            yield expected_us(problem, config, gpu, rates), config
 
 
 def pytorch_us(problem: GemmProblem, gpu: Gpu) -> float:
