@@ -124,7 +124,7 @@ def _row(row: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...]:
     figures = {**row, **(decisions(**row["decisions"]) if "decisions" in row else {})}
     versions = run["versions"]
     for key, text in VERSIONS.items():
-        versions = versions.replace(text, key)
+        versions = re.sub(re.escape(text) + r"(?![\w.+])", key, versions)
     day = datetime.date.fromisoformat(run["date"])
     cells = (str(figures.get(name, "")) for name in ("what", "cases", "own", "over"))
     ratios = (str(figures.get(name, "")) for name in ("ratio", "worst"))

@@ -138,6 +138,7 @@ def test_defaults() -> None:
         ("gemm", "M=1,N=1,K=1,epilogue=bias_elu", "epilogue=bias_elu", "bias_gelu"),
         ("gemm", "M=1,N=1,K=1,epilogue=relu_bias", "epilogue=relu_bias", "bias_relu"),
         ("gemm", "M=1,N=1,K=1,epilogue=", "epilogue=", "KEY=VALUE"),
+        ("attention", "S=64,D=64,cache=int8", "cache=int8", "(allowed: e4m3, e4m3_blocks)"),
         ("swiglu", "M=1,N=16,K=8", "N=16", "multiples of 32"),
         ("swiglu", "M=1,N=32,K=8,weights=mixed", "weights=mixed", "interleaved"),
         ("grouped_gemm", "M=1,N=16,K=8", "needs G", "allowed keys: G, M"),

@@ -39,6 +39,13 @@ def test_the_page_has_every_file() -> None:
     assert sorted(NAMES) == sorted(path.stem for path in results.FOLDER.glob("*.json"))
 
 
+def test_a_longer_version_is_not_shortened() -> None:
+    """cuDNN 9.19.0.56 is not version B, which has 9.19."""
+    run = {"versions": f"{results.VERSIONS['B']}.0.56", "date": "2026-11-29"}
+    cells = results._row({}, {**run, "command": "x", "gpu": "H200"})
+    assert cells[-1] == "H200, 29 Nov 2026, A, cuDNN 9.19.0.56"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_row_says_what_was_measured_and_how(name: str) -> None:
     content = results.read(name)

@@ -301,7 +301,7 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         ConfigError: when it is not.
     """
     if value not in allowed:
-        names = ", ".join(DTYPE_SHORT.get(name, name) for name in allowed)
+        names = ", ".join(DTYPE_SHORT.get(name, name) for name in allowed if name)
         full = DTYPE_SHORT.get(value, value)
         raise ConfigError(f"{key}={full} is not known (allowed: {names})")
 
