@@ -62,6 +62,8 @@ def test_a_choice_of_a_portfolio_and_its_proof(
     assert missing in printed(capsys, *shape)
     monkeypatch.setattr(Lists, "proven", lambda lists, specs, capability: dict.fromkeys(specs, "a"))
     assert "served here  yes" in printed(capsys, *shape)
+    monkeypatch.setenv("TUNER_DISABLE", "1")
+    assert "served here  no: TUNER_DISABLE is set; PyTorch answers" in printed(capsys, *shape)
 
 
 @pytest.mark.parametrize(

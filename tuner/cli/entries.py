@@ -165,7 +165,7 @@ def look_up(args: argparse.Namespace) -> int:
     problem, answer = problem_of(args), _found(args)
     if answer is None:
         return 0 if _print_rule(args, problem) else _miss(args, problem)
-    served = availability.of_answer(answer)
+    served = availability.switched(availability.of_answer(answer))
     if args.json:
         data = describe.answer_json(answer, problem, ranking=False)
         print(json.dumps({**data, "served_here": served._asdict()}))
@@ -182,7 +182,7 @@ def _print_rule(args: argparse.Namespace, problem: Problem) -> bool:
         return False
     selected = availability.without_absent(problem, selected, gpu)
     expected_us, config = selected.expected[0]
-    served = availability.of_kernel(problem, config, gpu)
+    served = availability.switched(availability.of_kernel(problem, config, gpu))
     if args.json:
         place = {"kind": "rule", "op": problem.op, "shape": problem.label(), "gpu": gpu.name}
         kernel = {"config": config.to_json(), "expected_us": expected_us}
@@ -220,7 +220,7 @@ def show(args: argparse.Namespace) -> int:
     if args.source:
         print("\n".join(sources.values()))
         return 0
-    served = availability.of_answer(answer)
+    served = availability.switched(availability.of_answer(answer))
     print(describe.answer_text(answer, problem_of(args), _source(args), _served(args, served)))
     print(f"{'digest':<12} {winner.config.digest}")
     print(f"{'sweep':<12} {answer.entry.sweep or '-'}")

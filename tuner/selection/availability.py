@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import NamedTuple
 
+from tuner import settings
 from tuner.base import document
 from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
@@ -38,6 +39,11 @@ class Availability(NamedTuple):
     def text(self) -> str:
         """``yes``, or ``no:`` with the reason and the name of the kernel in its place."""
         return "yes" if self.is_served else f"no: {self.reason}; {self.instead} answers"
+
+
+def switched(verdict: Availability) -> Availability:
+    """The verdict, or that everything is switched off."""
+    return Availability(False, "TUNER_DISABLE is set") if settings.disabled() else verdict
 
 
 def of_answer(answer: LookupResult) -> Availability:
