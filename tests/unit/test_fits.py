@@ -14,7 +14,8 @@ import pytest
 
 from tuner import cli
 from tuner.errors import ConfigError
-from tuner.families.block_scaled_gemm import Rates, rates_fit, rates_of
+from tuner.families.block_scaled_gemm import rates_fit, rates_of
+from tuner.families.block_scaled_gemm.expected import Rates
 from tuner.families.by_operation import AttentionDomain
 from tuner.families.fitting import FitGroup
 from tuner.families.fused_attention import paged_fit, paged_schedule

@@ -325,7 +325,8 @@ class TestSelection:
         known = [one for one in serving.domains[few].candidates if one.config != dividing.config]
         models = replace(serving.domains[few], candidates=known)
         now = Portfolio("gemm", H200, {few: models})
-        mine = replace(models, candidates=[known[-1], dividing], margin=3.0)
+        staying = next(c for c in known if c.family and not c.family.joins(c.config))
+        mine = replace(models, candidates=[staying, dividing], margin=3.0)
         joined = Portfolio("gemm", H200, {few: mine}).joining(now).domains[few]
         assert joined.candidates == [dividing, *known] and joined.margin == models.margin
 

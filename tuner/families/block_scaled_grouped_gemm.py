@@ -14,11 +14,10 @@ from typing import ClassVar
 from tuner.config import Config
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, posed
 from tuner.families.block_scaled_gemm import (
+    UNFITTED_START_CLOCKS,
     BlockScaledGemm,
-    Rates,
     arguments_of,
     cluster_violations,
-    estimate_us,
     extent_conflict,
     launched,
     loop_violations,
@@ -27,6 +26,7 @@ from tuner.families.block_scaled_gemm import (
     spec_of,
     tile_violations,
 )
+from tuner.families.block_scaled_gemm.expected import Rates, estimate_us
 from tuner.families.block_scaled_gemm.shape import deepened
 from tuner.families.chip_work import Work, work_of_groups
 from tuner.families.invariance import ReductionClass
@@ -122,7 +122,7 @@ def grouped_estimate_us(
     rows = sum(ceil(rows / step) * step for rows in problem.rows)
     single = Config(_PRODUCT.name, {**config.params, "split_k": 1})
     endless = replace(gpu, memory_gbs=float("inf"))
-    compute = estimate_us(_product(problem, rows), single, endless, rates)
+    compute = estimate_us(_product(problem, rows), single, endless, rates, UNFITTED_START_CLOCKS)
     return float((compute**4 + gpu.floor_us(0, problem.bytes) ** 4) ** 0.25)
 
 

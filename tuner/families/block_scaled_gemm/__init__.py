@@ -15,16 +15,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from math import ceil, prod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
-from tuner.families.block_scaled_gemm import serial
+from tuner.families.block_scaled_gemm import of_rows, serial
+from tuner.families.block_scaled_gemm.expected import Rates, estimate_us
 from tuner.families.block_scaled_gemm.shape import (
     BOX_COLUMNS,
     INSTRUCTION_COLUMNS,
     INSTRUCTION_ROWS,
+    LOADS,
+    MAX_READS,
     MAX_STAGES,
     MIN_STAGES,
     deepened,
@@ -41,7 +44,6 @@ from tuner.families.strided_product import (
 )
 from tuner.hardware import (
     E4M3_RATE,
-    GRAPH_LAUNCH_US,
     HOPPER,
     TENSOR_FLOPS_PER_CLOCK_SM,
     WARP_GROUP,
@@ -67,8 +69,6 @@ UNROLL = 4
 MAX_BOXES = 4
 #: Columns of a tile whose unrolled loop has a copy for the first blocks: multiples of these.
 WHOLE_COLUMNS = 32
-#: What the space's loops with factors by TMA have where tiles are not shared.
-LOADS: Mapping[str, bool] = {"fetch_factors": True, "clips_rows": True}
 #: Columns of a tile with two blocks' products under way: their accumulators and the sums are 192
 #: registers a thread. Of swapped operands the factors of both blocks lie in registers, too.
 MAX_AHEAD, MAX_AHEAD_SWAPPED = 128, 64
@@ -78,23 +78,20 @@ MAX_RESIDENT_SUMS = 72
 MAX_EXTENT = 1 << 30
 MAX_TILES = 1 << 30
 
-#: First guesses, to be fitted: bytes of the L2 that a multiprocessor gets a clock, all of them
-#: loading; of memory, over the data sheet's.
+#: A first guess, to be fitted: bytes of the L2 that a multiprocessor gets a clock, all of them
+#: loading.
 L2_BYTES_PER_CLOCK = 60.0
-MEMORY_EFFICIENCY = 0.88
-#: Clock under such products over the highest; clocks of a tile's start and end, and those of its
-#: sums' way to memory, a column of a warp group: read off 14 kernels at (4096,7168,2048) on one
-#: H200, which stored from registers. Of those that store boxes the second is a guess.
-CLOCK_SHARE = 0.72
+#: Clocks of a tile's start and end, and those of its sums' way to memory, a column of a warp group:
+#: read off 14 kernels at (4096,7168,2048) on one H200, which stored from registers. Of those that
+#: store boxes the second is a guess.
 TILE_CLOCKS, BOXED_TILE_CLOCKS, COLUMN_CLOCKS = 2800.0, 900.0, 6.0
 SMEM_BYTES_PER_CLOCK = 128
 STEP_CLOCKS = 50.0
 #: Clocks of a step for each row whose factor a warp copies: an H100, 25
 #: November 2026, one kernel of 256 rows with such copies and without.
 FACTOR_CLOCKS = 0.45
-START_CLOCKS = 3000.0
-#: Groups of multiprocessors (GPCs): the blocks of a cluster lie in one. Hopper has at most eight.
-GPCS = 8
+#: Clocks of a launch beside its tiles, where rates are not fitted.
+UNFITTED_START_CLOCKS = 3000.0
 #: Of a cluster that divides K: its two meetings, and bytes that its blocks exchange a clock.
 MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 1500.0, 16.0
 
@@ -215,16 +212,13 @@ class BlockScaledGemm(StridedProduct):
         """Kernels of `serial_parts`; of factors of rows those that cuBLASLt may be faster than."""
         if isinstance(problem, GemmProblem) and problem.scales == "block":
             for config, rates in serial.KERNELS.items():
-                yield estimate_us(problem, config, gpu, Rates(*rates)), config
+                us = estimate_us(problem, config, gpu, Rates(*rates), UNFITTED_START_CLOCKS)
+                yield us, config
         elif isinstance(problem, GemmProblem) and problem.scales == "row":
-            from tuner.families.block_scaled_gemm import of_rows
-
             yield from of_rows.slower(problem, gpu)
 
     def invariant_builds(self, dtype: DType) -> Iterator[tuple[Config, Problem]]:
         """The same; `rule.targets` has them to be built."""
-        from tuner.families.block_scaled_gemm import of_rows
-
         small = GemmProblem(512, 1024, 1024, dtype=E4M3, scales="block")
         yield from ((config, small) for config in serial.KERNELS)
         yield from ((config, replace(small, scales="row")) for config in of_rows.KERNELS)
@@ -235,7 +229,8 @@ class BlockScaledGemm(StridedProduct):
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """`estimate_us` by first guesses of the kernel's rates."""
-        return estimate_us(as_gemm(problem, BlockScaledGemm.name), config, gpu, rates_of(config))
+        gemm = as_gemm(problem, BlockScaledGemm.name)
+        return estimate_us(gemm, config, gpu, rates_of(config), UNFITTED_START_CLOCKS)
 
 
 def reduction_of(config: Config, scales: str = "block") -> ReductionClass:
@@ -258,15 +253,6 @@ def reduction_of(config: Config, scales: str = "block") -> ReductionClass:
     )
 
 
-class Rates(NamedTuple):
-    """Clocks of a kernel on a busy multiprocessor."""
-
-    step: float
-    """Clocks of 128 of K of a tile."""
-    end: float
-    """Clocks of a tile beside its steps."""
-
-
 def rates_of(config: Config) -> Rates:
     """Rates by the tile's products, bytes and stores."""
     splits, area = int(config.get("split_k", 1)), int(config["tile_m"] * config["tile_n"])
@@ -275,36 +261,6 @@ def rates_of(config: Config) -> Rates:
     if splits > 1:
         end += MEETING_CLOCKS + 4 * area / EXCHANGED_BYTES_PER_CLOCK
     return Rates(step_clocks(config) * int(config.get("blocks_per_sm", 1)), end)
-
-
-def estimate_us(
-    problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates, start: float = START_CLOCKS
-) -> float:
-    """Estimated microseconds: nearly the longer of the busiest multiprocessor's time and memory's.
-
-    Args:
-        problem: the product.
-        config: the kernel.
-        gpu: GPU that it runs on.
-        rates: rates of the kernel.
-        start: clocks of a launch beside its tiles'.
-    """
-    steps = ceil(ceil(problem.k / SCALE_BLOCK) / int(config["split_k"]))
-    size = int(config["cluster_m"] * config["cluster_n"] * config["split_k"])
-    resident = resident_blocks(size, gpu) * int(config.get("blocks_per_sm", 1))
-    rounds = ceil(prod(tiles(problem, config)) * size / resident)
-    clocks = start + rounds * (steps * rates.step + rates.end)
-    compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
-    memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
-    longest = float((compute_us**4 + memory_us**4) ** 0.25)
-    return GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest
-
-
-def resident_blocks(size: int, gpu: Gpu) -> int:
-    """Blocks that run at once, a multiprocessor each, in clusters of so many within one GPC."""
-    if size <= 2:
-        return gpu.sm_count
-    return max(1, gpu.sm_count // GPCS // size) * GPCS * size
 
 
 def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
@@ -562,8 +518,6 @@ _TILES = (
 _SWAPPED = (*product((64, 128, 256), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)),)
 #: Blocks of a cluster along both sides of its tiles and along K.
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
-#: Tiles along A's rows at most, for which swapped operands read the weights.
-MAX_READS = 4
 #: Blocks a multiprocessor at most, and least blocks of K of each, for which K is worth dividing.
 _MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 2
 #: Tiles from which on neighbours are worth having share a tile by multicast: half of the chip.

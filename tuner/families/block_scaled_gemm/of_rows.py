@@ -11,9 +11,8 @@ from math import ceil
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.block_scaled_gemm import LOADS, MAX_READS, MEMORY_EFFICIENCY, Rates
-from tuner.families.block_scaled_gemm.expected import expected_us
-from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, deepened
+from tuner.families.block_scaled_gemm.expected import MEMORY_EFFICIENCY, Rates, expected_us
+from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, LOADS, MAX_READS, deepened
 from tuner.families.strided_product import tiles
 from tuner.hardware import Gpu
 from tuner.problem import SCALE_BLOCK, GemmProblem

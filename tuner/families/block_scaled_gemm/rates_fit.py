@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.block_scaled_gemm import Rates, of_rows, rates_of
+from tuner.families.block_scaled_gemm import of_rows, rates_of
 from tuner.families.block_scaled_gemm import rule as products_rule
-from tuner.families.block_scaled_gemm.expected import expected_us
+from tuner.families.block_scaled_gemm.expected import Rates, expected_us
 from tuner.families.block_scaled_grouped_gemm import grouped_estimate_us
 from tuner.families.fitting import Constants, FitGroup
 from tuner.families.grouped_gemm import rule as grouped_rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 
 from tuner.config import Config
@@ -22,6 +23,11 @@ MAX_BOX_FACTORS, FACTORS_OF_TWO_BOXES = 252, 320
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
+
+#: What loops with factors by TMA have where tiles are not shared.
+LOADS: Mapping[str, bool] = {"fetch_factors": True, "clips_rows": True}
+#: Tiles along A's rows at most, for which swapped operands read the weights.
+MAX_READS = 4
 
 
 def stage_bytes(config: Config) -> int:
