@@ -405,14 +405,17 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 def test_an_operator_is_served_without_python(
     server: Server, backends: list[str], writes_lse: None, name: str
 ) -> None:
+    """The output lies as PyTorch's fake kernel tells a trace: the efficient one's heads by rows."""
     call, (q, k, v) = OPERATORS[name], inputs()
     wanted = pytorchs(lambda: call(q, k, v, scale=0.3))
+    is_by_rows = name == "efficient"
+    traced = q.transpose(1, 2).contiguous().transpose(1, 2) if is_by_rows else q
     del backends[:]
     for by_python_wanted in (True, False, False):
         q.normal_()
         found, by_python, launched = server.went(lambda: call(q, k, v, scale=0.3))
         assert launched and by_python is by_python_wanted and by_kernel(found[0], q, 16)
-        assert found[0].stride() == q.stride()
+        assert found[0].stride() == traced.stride()
     assert backends == []
     for mine, theirs in zip(found[1:4], wanted[1:4], strict=True):
         is_tensor = isinstance(theirs, torch.Tensor)
