@@ -355,14 +355,4 @@ cudaError_t launch(Tensors const& tensors, Integers const& call, cudaStream_t st
 
 }  // namespace
 
-#define TUNER_JOIN(a, b, c) a##b##c
-#define TUNER_NAME(kernel, end) TUNER_JOIN(tuner_, kernel, end)
-
-extern "C" int TUNER_NAME(TUNER_KERNEL, _workspace)(const int64_t* integers, int64_t* bytes) {
-  *bytes = 0;
-  return valid(view<Integers>(integers)) ? 0 : static_cast<int>(cudaErrorInvalidValue);
-}
-
-extern "C" int TUNER_NAME(TUNER_KERNEL, _launch)(void* const* tensors, const int64_t* integers, const double*, void*, void* stream) {
-  return static_cast<int>(launch(view<Tensors>(tensors), view<Integers>(integers), static_cast<cudaStream_t>(stream)));
-}
+#include "exported.h"

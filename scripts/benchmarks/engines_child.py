@@ -88,7 +88,7 @@ def of_ranks(
 
 
 def _beside(told: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """What a rank answered beside times."""
+    """A rank's hits and refusals, and whether its tokens equal ours."""
     pairs = [
         (told["concurrency"][count].get("tokens"), served.get("tokens"))
         for count, served in own.get("concurrency", {}).items()

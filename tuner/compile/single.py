@@ -85,7 +85,7 @@ class Source:
     """File under ``templates/``."""
     arguments: Arguments
     """Declaration of a launch's arguments. The source is not a template, and repeats it."""
-    headers: tuple[str, ...] = ("arguments.h", "ptx.h")
+    headers: tuple[str, ...] = ("arguments.h", "exported.h", "ptx.h")
     """Headers there that it includes."""
 
     def key(self) -> str:
