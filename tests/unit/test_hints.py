@@ -103,9 +103,23 @@ def test_the_fastest_kernels_of_a_problem_are_kept_in_their_order(tmp_path: Path
     assert configs[0]["tile_n"] == 128 and len(configs) == len(set(configs)) > 1
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_e4m3_kernel_is_of_products_that_accumulate_as_it_does(
+    tmp_path: Path, fast: bool
+) -> None:
+    kernel = PINGPONG.replace("x16gemm_f16_f16", "x32gemm_e4m3_e4m3").replace("x64_2", "x128_2")
+    hint = read(
+        profile(tmp_path, row(kernel.replace("_epi", "_fp8_fastaccum_epi" * fast or "_epi")))
+    )
+    problems = {is_fast: GemmProblem(512, 4096, 4096, dtype=E4M3, fast_accum=is_fast)
+                for is_fast in (True, False)}  # fmt: skip
+    assert tried(problems[fast], "gemm", *hint) and not tried(problems[not fast], "gemm", *hint)
+
+
 def test_rows_of_other_kernels_are_left_out(tmp_path: Path) -> None:
     others = (
         "cutlass_tensorop_f16_s1688gemm_f16_256x128_32x2_nn_align8",
+        STREAM_K.replace("gemm_bf16_bf16", "gemm_e4m3_bf16"),
         PINGPONG.replace("f16_f16_f32", "s8_s8_s32"),
         "cublas",
     )
@@ -148,7 +162,7 @@ def test_a_table_of_experts_is_of_both_products_and_the_nearest_rows(tmp_path: P
     assert len(known) == 2
     for n, k in ((5760, 2880), (2880, 2880)):
         problem = GroupedGemmProblem(32, 1000, n, k, "zipf", "bfloat16")
-        (config,) = tried(problem, "grouped_gemm", *known)
+        config, *_ = tried(problem, "grouped_gemm", *known)
         assert {config["tile_m"], config["tile_n"]} == {128}
     few = GroupedGemmProblem(32, 20, 5760, 2880, "zipf", "bfloat16")
     (config,) = tried(few, "grouped_gemm", *known)
@@ -165,6 +179,20 @@ def test_a_table_of_block_scaled_products(tmp_path: Path) -> None:
     tiles = (config["tile_m"], config["tile_n"])
     assert (tiles[::-1] if config["swap_ab"] else tiles) == (64, 128)
     assert tried(GemmProblem(64, 4096, 512), "gemm", *known) == []
+
+
+def test_a_table_of_experts_counts_tokens_each_of_several_rows(tmp_path: Path) -> None:
+    content = {"128": tile(16, 128), "1024": tile(128, 256)}
+    known = read(table(tmp_path, "E=128,N=384,device_name=NVIDIA_H200.json", content))
+    problem = GroupedGemmProblem(128, 1024, 768, 2048, "zipf", "bfloat16")
+    tiles = [{c["tile_m"], c["tile_n"]} for c in tried(problem, "grouped_gemm", *known)]
+    assert {128, 256} in tiles and any(16 in each for each in tiles)
+
+
+def test_a_table_of_other_types_has_no_hint_for_these(tmp_path: Path) -> None:
+    name = "E=1,N=3072,device_name=NVIDIA_H200,dtype=int8_w8a16.json"
+    with pytest.raises(ConfigError, match="is of int8_w8a16"):
+        read(table(tmp_path, name, {"64": tile(64, 128)}))
 
 
 @pytest.mark.parametrize("content", ["[]", "{", {"a": tile(1, 1)}, {"16": {"BLOCK_SIZE_M": 16}}])

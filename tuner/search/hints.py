@@ -54,6 +54,8 @@ _TABLE = re.compile(
     r"(?:,dtype=(?P<dtype>\w+))?(?:,block_shape=\[128, ?128\])?\.json"
 )
 """Names of vLLM's tables."""
+TOKEN_ROWS = 1, 2, 4, 8
+"""Rows of a token among experts: tables count tokens, and do not say how many experts one has."""
 _FORMAT = "cutlass-tuner hints 1"
 
 
@@ -115,7 +117,9 @@ def _profiled(path: Path, text: str) -> list[Hint]:
     by_problem: dict[str, list[tuple[float, dict[str, Any], dict[str, Value]]]] = {}
     for number, row in enumerate(listed, 2):
         kernel = KERNEL.fullmatch(row["Operation"] or "")
-        if kernel is None or row["Status"] != "success" or kernel["a"] not in _DTYPES:
+        if kernel is None or row["Status"] != "success":
+            continue
+        if kernel["a"] not in _DTYPES or kernel["b"] != kernel["a"]:
             continue
         try:
             runtime = float(row["Runtime"])
@@ -166,15 +170,11 @@ def _decoded(
         m, n = n, m
         a, b = ({_ROW: _COLUMN, _COLUMN: _ROW}[side] for side in (b, a))
     layouts = {"layout_a": a, "layout_b": b}
-    batch = int(row.get("batch_count") or 1)
-    return {
-        "m": m,
-        "n": n,
-        "k": k,
-        "batch": batch,
-        "dtype": _DTYPES[kernel["a"]],
-        **layouts,
-    }, params
+    dtype, batch = _DTYPES[kernel["a"]], int(row.get("batch_count") or 1)
+    sizes: dict[str, Any] = {"m": m, "n": n, "k": k, "batch": batch, "dtype": dtype, **layouts}
+    if dtype == E4M3:
+        sizes["fast_accum"] = kernel["fast"] is not None
+    return sizes, params
 
 
 def _tabled(path: Path, name: re.Match[str], text: str) -> list[Hint]:
@@ -184,7 +184,9 @@ def _tabled(path: Path, name: re.Match[str], text: str) -> list[Hint]:
         op, sizes = GroupedGemmProblem.op, {"groups": int(name["experts"]), "inner": int(name["n"])}
     else:
         op, sizes = GemmProblem.op, {"n": int(name["n"]), "k": int(name["k"]), "scales": "block"}
-    if name["dtype"] == "fp8_w8a8":
+    if name["dtype"] not in (None, "fp8_w8a8"):
+        raise ConfigError(f"{path} is of {name['dtype']} (allowed: fp8_w8a8, or no dtype)")
+    if name["dtype"]:
         sizes["dtype"] = E4M3
     try:
         table = document.parse(text)
@@ -243,12 +245,13 @@ def first(
 ) -> list[Config]:
     """Configs to try first: for each hint of the problem the nearest of the search's spaces.
 
-    Hints for the nearest number of rows count.
+    Hints for the nearest number of rows count; of experts, of each of `TOKEN_ROWS`.
     """
     fitting = [hint for hint in hints if _fits(problem, hint)]
-    rows = int(getattr(problem, "m", 1))
-    nearest = min((_octaves(hint.rows, rows) for hint in fitting), default=0.0)
-    near = [hint for hint in fitting if _octaves(hint.rows, rows) == nearest]
+    rows, near = int(getattr(problem, "m", 1)), list[Hint]()
+    for each in TOKEN_ROWS if isinstance(problem, GroupedGemmProblem) else (1,):
+        nearest = min((_octaves(hint.rows * each, rows) for hint in fitting), default=0.0)
+        near += [hint for hint in fitting if _octaves(hint.rows * each, rows) == nearest]
     configs: dict[Config, None] = {}
     spaces = [
         (member.family, config)
@@ -271,10 +274,11 @@ def first(
 def _fits(problem: Problem, hint: Hint) -> bool:
     if hint.op != problem.op:
         return False
-    own = problem.to_json()
-    inner = hint.sizes.get("inner")
-    is_inside = inner is None or own["n"] == 2 * inner or own["k"] == inner
-    return is_inside and all(own.get(n) == v for n, v in hint.sizes.items() if n != "inner")
+    sizes = dict(hint.sizes)
+    inner = sizes.pop("inner", None)
+    if isinstance(problem, GroupedGemmProblem) and inner is not None:
+        sizes |= {} if problem.k == inner else {"n": 2 * inner}
+    return all(getattr(problem, name, None) == value for name, value in sizes.items())
 
 
 def _distance(params: Mapping[str, Value], config: Config) -> float:
