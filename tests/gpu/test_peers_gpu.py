@@ -36,8 +36,8 @@ PRODUCTS = (
     "M=300,N=768,K=256,epilogue=bias_relu,dtype=bf16",
     "M=300,N=768,K=256,epilogue=bias_gelu_tanh",
     "M=300,N=768,K=256,epilogue=bias_residual",
-    "M=512,N=768,K=1024,dtype=e4m3",
-    "M=512,N=768,K=1024,dtype=e4m3,scales=row",
+    "M=512,N=768,K=1024,dtype=e4m3,fast_accum=1",
+    "M=512,N=768,K=1024,dtype=e4m3,scales=row,fast_accum=1",
 )
 
 

@@ -45,7 +45,7 @@ VENDORS = ("cudnn", "flash2", "efficient", "flash3", "flash4")
 PRODUCTS = ["M=512,N=768,K=256", "M=256,N=512,K=512,layout_b=row,B=3"]
 GATED = SwigluProblem(300, 768, 256)
 SCALED_SHAPE = "M=300,N=768,K=256,dtype=e4m3,scales={}"
-SCALED = ["tensor", "row,fast_accum=0"]
+SCALED = ["tensor,fast_accum=1", "row,fast_accum=0"]
 LAYERS = ["M=300,N=768,K=256,epilogue=bias", "M=300,N=768,K=256,dtype=bf16,epilogue=bias_gelu"]
 
 

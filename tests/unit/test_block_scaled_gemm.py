@@ -33,7 +33,7 @@ LARGE = problem_of(4096, 7168, 2048)
     [
         ("M=64,N=64,K=64", "takes factors of blocks"),
         (
-            "M=64,N=64,K=64,dtype=e4m3,scales=tensor",
+            "M=64,N=64,K=64,dtype=e4m3,scales=tensor,fast_accum=1",
             "or dtype=e4m3 with dtype_d=bf16 and fast_accum=0 or scales=row",
         ),
         ("M=64,N=64,K=64,dtype=e4m3,dtype_d=fp16,fast_accum=0", "takes factors of blocks"),

@@ -33,7 +33,7 @@ PRODUCTS = (
     "M=48,N=32,K=64,epilogue=bias_gelu_tanh,dtype=bf16",
     "M=48,N=32,K=64,epilogue=residual",
     "M=48,N=32,K=64,epilogue=bias_residual,layout_b=row",
-    "M=48,N=32,K=64,dtype=e4m3",
+    "M=48,N=32,K=64,dtype=e4m3,fast_accum=1",
     "M=48,N=32,K=64,dtype=e4m3,scales=row,fast_accum=0",
 )
 

@@ -268,6 +268,14 @@ def test_a_cache_that_cannot_be_written(
     assert said["store"].startswith("missing: ")
 
 
+def test_a_damaged_kernel_list_is_said(capsys: pytest.CaptureFixture[str], machine: Path) -> None:
+    path = machine / "cache" / "kernels" / "13.0.88-9.0.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"format": "cut')
+    said = lines(capsys, 0)["kernel list"]
+    assert said.startswith(f"note: kernel list {path}: ") and "remove it, then" in said
+
+
 def test_the_dispatcher_that_answers_calls(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.11.0", "python": "cpython-312"}
     monkeypatch.setattr(dispatcher, "_facts", lambda: versions)

@@ -45,7 +45,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=1024,N=768,K=512,epilogue=bias_gelu",
         "M=64,N=768,K=512,dtype_d=fp32,epilogue=bias_residual",
         "M=1024,N=768,K=512,scales=row",
-        "M=2048,N=1536,K=1024,dtype=e4m3",
+        "M=2048,N=1536,K=1024,dtype=e4m3,fast_accum=1",
         "M=16,N=4096,K=4096,dtype=e4m3,scales=row,fast_accum=0",
         "M=2048,N=1544,K=1040,dtype=e4m3,scales=block",
         "M=3,N=4096,K=4096,dtype=e4m3,scales=block",

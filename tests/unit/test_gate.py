@@ -551,8 +551,8 @@ class TestLogSumExp:
     ("label", "is_judged"),
     [
         ("scales=row,fast_accum=0", True),
-        ("scales=row", False),
-        ("scales=tensor", False),
+        ("scales=row,fast_accum=1", False),
+        ("scales=tensor,fast_accum=1", False),
         ("scales=block", True),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 from toys import ENVIRONMENT, REGIME, Clock, CountingRunner, catalogue, recording
 
-from tuner.cli.sweep import problems_of
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Regime
@@ -221,28 +219,12 @@ class TestProblems:
             ("dtype=bf16", True),
         ],
     )
-    def test_e4m3_is_tuned_with_exact_sums_where_nothing_is_said(
+    def test_e4m3_has_exact_sums_where_a_text_does_not_say(
         self, tmp_path: Path, text: str, fast_accum: bool
     ) -> None:
-        """A text that is only read keeps its meaning."""
         entry = f"op=gemm,M=64,N=128,K=128,{text}"
         keys = {k.strip(): v.strip() for k, _, v in (p.partition("=") for p in entry.split(","))}
         file = tmp_path / "p.yaml"
         file.write_text(f"- {entry}\n")
-        (listed,) = read_problems(file, to_sweep=True)
-        for problem in (listed, *(parse_problem(one, to_sweep=True) for one in (entry, keys))):
+        for problem in (*read_problems(file), parse_problem(entry), parse_problem(keys)):
             assert isinstance(problem, GemmProblem) and problem.fast_accum is fast_accum
-        (read,) = read_problems(file)
-        assert read == parse_problem(entry) == parse_problem(keys)
-        assert isinstance(read, GemmProblem) and read.fast_accum
-
-    def test_the_command_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        file = tmp_path / "p.yaml"
-        file.write_text("- M=64,N=64,K=64,dtype=e4m3\n- M=64,N=64,K=64\n")
-        args = argparse.Namespace(problems=file, shape=None, op="gemm")
-        quantised, plain = problems_of(args)
-        assert quantised.label().endswith(",fast_accum=0") and plain == GemmProblem(64, 64, 64)
-        assert "1 of 2 problems get fast_accum=0" in capsys.readouterr().err
-        file.write_text("- M=64,N=64,K=64,dtype=e4m3,fast_accum=1\n- M=64,N=64,K=64\n")
-        problems_of(args)
-        assert capsys.readouterr().err == ""

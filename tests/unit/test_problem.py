@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tuner.errors import ConfigError
 from tuner.problem import (
     ACTIVATIONS,
+    E4M3,
     EPILOGUES,
     PAIRINGS,
     PROBLEMS,
@@ -472,7 +473,7 @@ def test_factors_follow_the_matrices(dtype: str, scales: str, sizes: tuple[int, 
 
 
 def test_e4m3_has_factors_by_itself_and_a_key_for_each_accumulation() -> None:
-    problem = GemmProblem.parse("M=1,N=2,K=3,dtype=e4m3")
+    problem = GemmProblem(1, 2, 3, dtype=E4M3)
     assert (problem.scales, problem.dtype_d, problem.fast_accum) == ("tensor", "bfloat16", True)
     summed = replace(problem, fast_accum=False)
     for one, number in ((problem, 1), (summed, 0)):

@@ -23,12 +23,12 @@ ROWS, COLUMNS = torch.rand(8, 1) + 0.5, torch.rand(1, 16) + 0.5
 @pytest.mark.parametrize(
     ("factors", "options", "wanted"),
     [
-        ((ONE, ONE), (torch.bfloat16, True), "scales=tensor"),
+        ((ONE, ONE), (torch.bfloat16, True), "scales=tensor,fast_accum=1"),
         ((ONE.view(1, 1), ONE.view(1)), (torch.bfloat16, False), "scales=tensor,fast_accum=0"),
-        ((ROWS, COLUMNS), (torch.float16, True), "scales=row,dtype_d=fp16"),
-        ((ROWS, COLUMNS), (torch.bfloat16, False), "scales=row,fast_accum=0"),
-        ((ONE, ONE), (None, True, ONE), "scales=tensor,dtype_d=e4m3"),
-        ((ROWS, COLUMNS), (torch.float8_e4m3fn, True, ONE), "scales=row,dtype_d=e4m3"),
+        ((ROWS, COLUMNS), (torch.float16, True), "scales=row,dtype_d=fp16,fast_accum=1"),
+        ((ROWS, COLUMNS), (torch.bfloat16, False), "scales=row"),
+        ((ONE, ONE), (None, True, ONE), "scales=tensor,dtype_d=e4m3,fast_accum=1"),
+        ((ROWS, COLUMNS), (E4M3_A.dtype, True, ONE), "scales=row,dtype_d=e4m3,fast_accum=1"),
     ],
 )
 def test_a_scaled_problem_is_read_off_its_factors(

@@ -65,7 +65,7 @@ SHAPES = (
     ("gemm", "M=64,N=128,K=256,B=4", "tuner.matmul(a, b)"),
     (
         "gemm",
-        "M=64,N=128,K=256,dtype=e4m3",
+        "M=64,N=128,K=256,dtype=e4m3,fast_accum=1",
         "tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)",
     ),
     (

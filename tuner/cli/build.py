@@ -234,6 +234,8 @@ def _answers(args: argparse.Namespace) -> int:
             libraries=lambda: _build_libraries(artifacts, list(answers.answers)),
             started=started,
         )
+    if args.dry_run:
+        _build_libraries(artifacts, list(answers.answers), dry_run=True)
     if args.json:
         print(json.dumps(built._asdict()))
     return 1 if built.failed else 0
@@ -256,7 +258,11 @@ def _steps(args: argparse.Namespace) -> list[ModelStep]:
 
 
 def _build_libraries(
-    artifacts: ArtifactCache, problems: Sequence[Problem] | None = None, op: str | None = None
+    artifacts: ArtifactCache,
+    problems: Sequence[Problem] | None = None,
+    op: str | None = None,
+    *,
+    dry_run: bool = False,
 ) -> None:
     """Build the runtime's dispatcher and kernels without a template. Standard error says how each
     ended.
@@ -265,11 +271,15 @@ def _build_libraries(
         artifacts: cache for the libraries.
         problems: problems whose kernels are built; None: all of `op`.
         op: operation; None: all.
+        dry_run: True to list them without compiling.
     """
     from tuner.compile import dispatcher, single
 
     def build(text: str, library: Any) -> None:
-        print(f"{text}: {_beside(library, artifacts)}", file=sys.stderr)
+        if dry_run:
+            print(f"{'compiled' if library.find(artifacts) else 'missing '}  {text}")
+        else:
+            print(f"{text}: {_beside(library, artifacts)}", file=sys.stderr)
 
     build("the runtime's dispatcher", dispatcher)
     grouped, attention = GroupedGemmProblem.op, AttentionProblem.op
@@ -303,8 +313,7 @@ def _portfolio(args: argparse.Namespace) -> int:
             reproducible=args.reproducible,
             force=args.force,
         )
-        if not args.dry_run:
-            _build_libraries(artifacts, op=args.op)
+        _build_libraries(artifacts, op=args.op, dry_run=args.dry_run)
     return code
 
 

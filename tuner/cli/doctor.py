@@ -20,7 +20,7 @@ from tuner.errors import CompileError, ConfigError, StoreError, TunerError
 from tuner.families.peers.installed import PEERS
 from tuner.hardware import HOPPER, OLDEST_CAPABILITY, Gpu
 from tuner.problem import Problem
-from tuner.selection.kernels import BUILD, PROVE, lists, read
+from tuner.selection.kernels import BUILD, PROVE, lists, read, users
 from tuner.store.faults import is_busy, store_error
 
 OK, MISSING, NOTE = "ok", "missing", "note"
@@ -83,13 +83,14 @@ def examine(device: int = 0, *, is_quick: bool = False) -> list[Finding]:
         is_quick: only those that compile nothing and import no torch.
     """
     if is_quick:
-        return [*_gpu(device), *_compilers(), *_store(), _cache()]
+        return [*_gpu(device), *_compilers(), *_store(), _cache(), *_lists()]
     return [
         *_gpu(device),
         *_compiling(),
         *_torch_and_peers(),
         *_store(),
         _cache(),
+        *_lists(),
         _temporary(),
         *_prebuilt(),
         *_dispatcher(),
@@ -375,6 +376,17 @@ def _cache() -> Finding:
         return Finding("artifact cache", MISSING, f"{cache.root}: {reason}", "set TUNER_CACHE_DIR")
     kernels, size = len(cache.keys()), cache.total_bytes() / 1e6
     return Finding("artifact cache", OK, f"{cache.root} ({kernels} kernels, {size:.1f} MB)")
+
+
+def _lists() -> Iterator[Finding]:
+    """Findings about the user's kernel lists that cannot be read, whose kernels do not serve."""
+    for path in users():
+        try:
+            read(path)
+        except ConfigError as exc:
+            yield Finding("kernel list", NOTE, str(exc), f"remove it, then `{BUILD}`")
+        except StoreError as exc:
+            yield Finding("kernel list", NOTE, str(exc))
 
 
 def _temporary() -> Finding:

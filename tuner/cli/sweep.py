@@ -32,11 +32,6 @@ vendors' kernels, verifies it, and stores the decision. Candidates that the stor
 environment are not measured again, so a killed sweep goes on where it stopped. Without a GPU it
 replays the recorded sweep of the problem, or ranks candidates by predicted time. Either is stored
 and shown as such, and nothing is compiled without --compile."""
-EXACT_SUMS = (
-    "tuner: {count} of {of} problems get fast_accum=0, exact sums of e4m3, as PyTorch's default; "
-    "fast_accum=1 tunes sums that lose up to a quarter of long ones of one sign"
-)
-"""Remark on problems that leave `fast_accum` out."""
 
 
 def register(subparsers: Any) -> None:
@@ -304,25 +299,20 @@ def _labels(option: str, texts: list[str]) -> dict[str, str]:
 
 
 def problems_of(args: argparse.Namespace) -> list[Problem]:
-    """Problems named by the options. Says where e4m3 products get exact sums.
+    """Problems named by the options.
 
     Raises:
         ConfigError: names every wrong problem, or a list has none of the named operation.
     """
     from tuner.tuning.job import parse_problem, read_problems
 
-    def named(to_sweep: bool) -> list[Problem]:
-        if args.problems is not None:
-            listed = read_problems(args.problems, args.op, to_sweep=to_sweep)
-            is_named = getattr(args, "op_is_named", False)
-            return [p for p in listed if p.op == args.op] if is_named else listed
-        return [parse_problem(args.shape, args.op, to_sweep=to_sweep)]
-
-    problems = named(to_sweep=True)
+    if args.problems is None:
+        return [parse_problem(args.shape, args.op)]
+    problems = read_problems(args.problems, args.op)
+    if getattr(args, "op_is_named", False):
+        problems = [problem for problem in problems if problem.op == args.op]
     if not problems:
         raise ConfigError(f"{args.problems} has no problem of --op {args.op}")
-    if changed := sum(a != b for a, b in zip(problems, named(to_sweep=False), strict=True)):
-        print(EXACT_SUMS.format(count=changed, of=len(problems)), file=sys.stderr)
     return problems
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from tuner.errors import ConfigError
 from tuner.problem.base import (
@@ -69,8 +69,8 @@ class GemmProblem(Problem):
     `fast_accum` is `torch._scaled_mm`'s of e4m3 products: whether a kernel may leave the whole sum
     over K in the tensor cores' accumulators, which keep about 14 bits. Without, it adds parts to
     fp32 sums, every 128 of K in CUTLASS. The two are problems of their own, for their results
-    differ: of operands that are all positive the first loses a tenth at K = 16384. Sweeps take 0,
-    PyTorch's default, where a text names neither; here and in documents 1 is the default.
+    differ: of operands that are all positive the first loses a tenth at K = 16384. A text that
+    names neither has 0, PyTorch's default; here and in documents 1 is the default.
 
     `layout_a` and `layout_b` are the storage order of A and B: ``row`` makes A K-major and B
     N-major, ``col`` makes A M-major and B K-major. The default (row, col) is
@@ -102,7 +102,7 @@ class GemmProblem(Problem):
         "layout_b": Meaning("storage order of B: row or col (weights of nn.Linear)"),
         "epilogue": Meaning("bias, residual, bias_residual, or [bias_]" + "/".join(ACTIVATIONS)),
         "scales": Meaning(f"fp32 factors of A and B: one for each {' or '.join(SCALES)}"),
-        "fast_accum": Meaning("0: e4m3 sums are taken over to fp32; a sweep's default"),
+        "fast_accum": Meaning("0: e4m3 sums are taken over to fp32", default="as PyTorch's"),
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
     omitted: ClassVar[Mapping[str, Any]] = {"epilogue": "", "scales": "", "fast_accum": True}
@@ -147,6 +147,13 @@ class GemmProblem(Problem):
         if not (self.fast_accum or is_e4m3):
             raise ConfigError(f"fast_accum=0 is of e4m3, not {self.dtype} (allowed: 1)")
 
+    @classmethod
+    def from_keys(cls, values: Mapping[str, Any]) -> Self:
+        """The problem of a text, whose sums of e4m3 are exact where it does not say."""
+        problem = super().from_keys(values)
+        is_said = "fast_accum" in values or not problem.has_sums_of_choice
+        return problem if is_said else replace(problem, fast_accum=False)
+
     @property
     def has_bias(self) -> bool:
         """True when a vector is added to every row."""
@@ -181,7 +188,7 @@ class GemmProblem(Problem):
         text += "" if self.layout_a == "row" else f",layout_a={self.layout_a}"
         text += "" if self.layout_b == "col" else f",layout_b={self.layout_b}"
         text += f",scales={self.scales}" if self.scales else ""
-        if self.has_sums_of_choice:  # a sweep of a text without it takes 0
+        if self.has_sums_of_choice:
             text += f",fast_accum={int(self.fast_accum)}"
         return text + (f",epilogue={self.epilogue}" if self.epilogue else "")
 

@@ -238,7 +238,7 @@ def _add_changes_of_jobs(app: FastAPI, store: Store) -> None:
         problems = []
         for number, entry in enumerate(request.problems):
             try:
-                problems.append(parse_problem(entry, request.op, to_sweep=True))
+                problems.append(parse_problem(entry, request.op))
             except ConfigError as exc:
                 raise ConfigError(f"problems.{number}: {exc}") from exc
         options.check(problems)

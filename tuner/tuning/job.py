@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,7 +22,7 @@ from tuner.families import families_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.tolerance import floor_work
 from tuner.measurement import Regime
-from tuner.problem import PROBLEMS, GemmProblem, Problem
+from tuner.problem import PROBLEMS, Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Runners
 from tuner.store import Store, SweepRecord
@@ -306,7 +306,7 @@ def _floor_us(problem: Problem) -> float:
     return DEFAULT_GPU.floor_us(*floor_work(problem))
 
 
-def read_problems(path: Path, op: str = DEFAULT_OP, *, to_sweep: bool = False) -> list[Problem]:
+def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:
     """Read a YAML or JSON list of problems.
 
     An entry is a string (``S=1024,D=64``, with ``op=gemm`` for another operation) or an object with
@@ -315,7 +315,6 @@ def read_problems(path: Path, op: str = DEFAULT_OP, *, to_sweep: bool = False) -
     Args:
         path: path of the file.
         op: operation of entries without one.
-        to_sweep: as of `parse_problem`.
 
     Raises:
         ConfigError: names the wrong entries, at most `MAX_ERRORS`.
@@ -327,7 +326,7 @@ def read_problems(path: Path, op: str = DEFAULT_OP, *, to_sweep: bool = False) -
     errors: list[str] = []
     for number, entry in enumerate(entries, 1):
         try:
-            problems.append(parse_problem(entry, op, to_sweep=to_sweep))
+            problems.append(parse_problem(entry, op))
         except ConfigError as exc:
             errors.append(f"entry {number}: {one_line(str(exc))}")
     if errors:
@@ -341,14 +340,12 @@ def read_problems(path: Path, op: str = DEFAULT_OP, *, to_sweep: bool = False) -
     return problems
 
 
-def parse_problem(entry: Any, op: str = DEFAULT_OP, *, to_sweep: bool = False) -> Problem:
+def parse_problem(entry: Any, op: str = DEFAULT_OP) -> Problem:
     """Parse a problem from a string or from an object of keys.
 
     Args:
         entry: the string or the object.
         op: operation of an entry without one.
-        to_sweep: True for an entry to tune. e4m3 products without `fast_accum` then have exact
-            sums, as in PyTorch. Fast accumulation loses a tenth of a long sum of one sign.
 
     Raises:
         ConfigError: when it is neither, or the problem is not valid.
@@ -359,21 +356,11 @@ def parse_problem(entry: Any, op: str = DEFAULT_OP, *, to_sweep: bool = False) -
         if len(named) > 1:
             raise ConfigError("key 'op' is given twice")
         shape = ",".join(part for part in parts if not part.startswith("op="))
-        problem = _problem_class(named[0] if named else op).parse(shape)
-        keys = {part.partition("=")[0].strip() for part in parts}
-        return _with_exact_sums(problem, keys) if to_sweep else problem
+        return _problem_class(named[0] if named else op).parse(shape)
     if isinstance(entry, dict):
         values = {str(key): value for key, value in entry.items()}
-        problem = _problem_class(values.pop("op", op)).from_keys(values)
-        return _with_exact_sums(problem, values) if to_sweep else problem
+        return _problem_class(values.pop("op", op)).from_keys(values)
     raise ConfigError(f"{entry!r} is neither text like S=1024,D=64 nor an object of such keys")
-
-
-def _with_exact_sums(problem: Problem, keys: Iterable[str]) -> Problem:
-    """The problem to tune of an entry with these keys."""
-    if isinstance(problem, GemmProblem) and problem.has_sums_of_choice:
-        return problem if "fast_accum" in keys else replace(problem, fast_accum=False)
-    return problem
 
 
 def _problem_class(op: Any) -> type[Problem]:
