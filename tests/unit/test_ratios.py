@@ -108,6 +108,13 @@ class TestEngines:
         assert is_engines(self.PROBLEM, self.engines(1.2, 1.1)) is False
         assert is_engines(self.PROBLEM, self.engines(0.8, 1.25)) is True, "not known"
 
+    def test_shorter_lengths_count_for_a_captured_step(self) -> None:
+        ratios = zip((1, 4, 16), (0.95, 1.15, 1.2), strict=True)
+        measured = [(engine_ratios.sizes_of(self.PROBLEM, part), ratio) for part, ratio in ratios]
+        engines = {self.DOMAIN: Ratios.of(measured, 0.1)}
+        assert is_engines(self.PROBLEM, engines) is True
+        assert is_engines(self.PROBLEM, engines, is_captured=True) is False
+
     def test_what_was_not_measured_is_not_said(self) -> None:
         assert is_engines(self.PROBLEM, {}) is None
         assert is_engines(replace(self.PROBLEM, head_dim=64), self.engines(1.2)) is None

@@ -319,15 +319,21 @@ def test_a_call_without_a_kernel_is_sglang_s_own_and_writes_once(
 
 
 def test_a_captured_step_takes_as_many_keys_as_its_table_holds(
-    sglang: SimpleNamespace, served: SimpleNamespace
+    sglang: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, (q, k, v) = backend_of(sglang, metadata((1,), 1)), rows(1)
+    asked = list[bool]()
+    calls = importlib.import_module("tuner.runtime.engines.calls")
+    monkeypatch.setattr(
+        calls.proven_kernels, "is_engines", lambda problem, gpu, flag: asked.append(flag)
+    )
     for in_capture, keys in ((True, COLUMNS * SIZE), (False, 1)):
         step = metadata((1,), 1)
         backend.init_forward_metadata_out_graph(batch(metadata=step), in_capture=in_capture)
         backend.forward_decode(q, k, v, layer(), batch())
         assert step.max_seq_len_k == keys
     assert [p.seqlen_kv for _, p in served.posed] == [8192, 2]  # one above its query
+    assert asked == [True, False], "a graph serves shorter lengths, too"
 
 
 def test_a_setting_leaves_long_chunks_to_sglang(

@@ -429,7 +429,7 @@ def test_measured_ratios_say_who_answers_unless_a_setting_does(
     by: str,
 ) -> None:
     calls = importlib.import_module("tuner.runtime.engines.calls")
-    monkeypatch.setattr(calls.proven_kernels, "is_engines", lambda problem, gpu: measured)
+    monkeypatch.setattr(calls.proven_kernels, "is_engines", lambda *given: measured)
     given, impl = wide_tensors(512), layer(engine, head_size=WIDE)
     out = call(impl, step(engine, (512,), 2000), given)
     assert ("tuner" if out is given[2] else out) == by
@@ -514,7 +514,11 @@ def test_a_capture_is_served_without_a_warm_up(
     layers["unbound"] = SimpleNamespace(impl=layer(engine), kv_cache=torch.tensor([]))
     layers["mamba"] = SimpleNamespace()
     builder = engine.backend.TunerMetadataBuilder(layers)
-    metadata = step(engine, (1,) * 4, LONGEST)
+    metadata, asked = step(engine, (1,) * 4, LONGEST), list[bool]()
+    calls = importlib.import_module("tuner.runtime.engines.calls")
+    monkeypatch.setattr(
+        calls.proven_kernels, "is_engines", lambda problem, gpu, flag: asked.append(flag)
+    )
     builder.build_for_cudagraph_capture(common(metadata, 4, 1))
     monkeypatch.setattr(on_cpu.devices, "is_capturing", lambda: True)
     for impl in impls:
@@ -523,6 +527,7 @@ def test_a_capture_is_served_without_a_warm_up(
     assert [(p.seqlen_kv, p.window_left) for p in problems] == [(LONGEST, -1), (LONGEST, 8)]
     # A batch that was not announced.
     assert call(impls[0], step(engine, (2, 2), LONGEST), given) == "vLLM's own"
+    assert all(asked[:-1]) and not asked[-1], "a graph serves shorter lengths, too"
     assert on_cpu.counters.stats().fallbacks == {
         "a kernel cannot be loaded inside a graph capture": 1
     }

@@ -127,7 +127,8 @@ def _beside_engine(
     assert found.us is not None
     ratio = engine_ratios.ratio(problem, measured)
     rival = None if ratio is None else Rival(ENGINE, found.us * ratio)
-    is_engines = engine_ratios.is_engines(problem, measured)
+    is_captured = problem.seqlen_q == 1  # engines capture the steps of decoding
+    is_engines = engine_ratios.is_engines(problem, measured, is_captured=is_captured)
     if is_engines is None:
         is_engines = problem.dtype == E4M3 or engine_ratios.is_wide_chunk(problem)
     if not is_engines:

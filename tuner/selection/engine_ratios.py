@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import fmean
 
 from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.problem import AttentionProblem
@@ -21,25 +22,42 @@ from tuner.selection.ratios import Ratios
 EngineRatios = Mapping[AnyDomain, Ratios]
 """By domain; of paged caches."""
 WIDTH_OCTAVES = 0.7
+CAPTURED = 1, 4, 16
+"""Parts of a captured step's longest length: most of its replays have fewer keys, and there own
+kernels lead by more."""
 NARROW = 64
 """Head dimensions up to this: engines answered prompts as fast by tuned kernels."""
 
 
-def sizes_of(problem: AttentionProblem) -> tuple[int, ...]:
-    """Sizes that ratios are told apart by: keys of all KV heads, and rows that share one."""
+def sizes_of(problem: AttentionProblem, part: int = 1) -> tuple[int, ...]:
+    """Sizes that ratios are told apart by: keys of all KV heads, and rows that share one.
+
+    Args:
+        problem: a call.
+        part: its keys are divided by this.
+    """
     group = problem.heads_q // problem.heads_kv
-    return problem.batch * problem.heads_kv * problem.seqlen_kv, group * problem.seqlen_q
+    keys = max(1, problem.seqlen_kv // part)
+    return problem.batch * problem.heads_kv * keys, group * problem.seqlen_q
 
 
-def is_engines(problem: AttentionProblem, measured: EngineRatios) -> bool | None:
+def is_engines(
+    problem: AttentionProblem, measured: EngineRatios, *, is_captured: bool = False
+) -> bool | None:
     """True if the engine's own kernel answers a call; None where its kind was not measured.
 
     Windows, soft caps and sinks go by plain calls where they were not.
+
+    Args:
+        problem: the call.
+        measured: ratios by domain.
+        is_captured: True for a captured step, whose keys are as many as the problem's or fewer.
     """
     ratios = _ratios_of(problem, measured)
     if ratios is None:
         return None
-    return ratios.lead(sizes_of(problem), *ratios.prior) < 0
+    parts = CAPTURED if is_captured else CAPTURED[:1]
+    return fmean(ratios.lead(sizes_of(problem, part), *ratios.prior) for part in parts) < 0
 
 
 def ratio(problem: AttentionProblem, measured: EngineRatios) -> float | None:

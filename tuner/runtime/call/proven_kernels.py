@@ -87,15 +87,17 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
 
 
 @lru_cache(1 << 12)
-def is_engines(problem: AttentionProblem, gpu: Gpu) -> bool | None:
+def is_engines(problem: AttentionProblem, gpu: Gpu, is_captured: bool) -> bool | None:
     """True if an engine's own kernel answers a call over pages, by measured ratios; None where its
-    kind was not measured.
+    kind was not measured. Arguments are as of `engine_ratios.is_engines`.
 
     Raises:
         StoreError: when a shipped portfolio is damaged.
     """
     mine = _portfolio_of(problem, gpu)
-    return None if mine is None else engine_ratios.is_engines(problem, mine.engines)
+    return None if mine is None else engine_ratios.is_engines(
+        problem, mine.engines, is_captured=is_captured
+    )
 
 
 def has_proven(problem: Problem, gpu: Gpu) -> bool:

@@ -74,6 +74,8 @@ class EngineStep:
     is_causal: bool
     refusal: Refusal | None
     """Reason why no layer of the step is served."""
+    is_captured: bool = False
+    """True for a graph that serves all shorter lengths, too."""
     decisions: dict[Any, KernelPlan | Refusal] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
     """Reasons why the engine answers layers of a kind."""
@@ -193,7 +195,7 @@ def _decided(
     try:
         call = _call(step, form, query, *pages)
         is_all = limit is not None or invariance.is_on()
-        refusal = None if is_all else engines_own(call)
+        refusal = None if is_all else engines_own(call, step.is_captured)
     except ConfigError as exc:
         return Refusal(Kind.TENSORS, str(exc))
     except proven_kernels.FAULTS as exc:
@@ -201,11 +203,15 @@ def _decided(
     return prepare(call) if refusal is None else refusal
 
 
-def engines_own(call: PagedCall) -> Refusal | None:
+def engines_own(call: PagedCall, is_captured: bool) -> Refusal | None:
     """The reason why the engine's own kernel answers a call faster, by measured ratios; else None.
 
     Kinds of calls that were not measured are tuned kernels', but for e4m3 and for prompts above
     D = 64.
+
+    Args:
+        call: a layer's call.
+        is_captured: as of `EngineStep`.
 
     Raises:
         ConfigError: on types or sizes that no tuned kernel supports.
@@ -214,7 +220,7 @@ def engines_own(call: PagedCall) -> Refusal | None:
     problem = call.pose().problem
     assert isinstance(problem, AttentionProblem)
     gpu = devices.gpu_of(call.query.get_device())
-    if (is_engines := proven_kernels.is_engines(problem, gpu)) is not None:
+    if (is_engines := proven_kernels.is_engines(problem, gpu, is_captured)) is not None:
         return Refusal(Kind.ENGINES, problem.label()) if is_engines else None
     if problem.dtype == E4M3:
         return Refusal(Kind.SLOW_TYPE, E4M3)

@@ -36,6 +36,8 @@ ENGINE = ServingEngine("SGLang")
 _TYPES = (torch.float16, torch.bfloat16)
 _STEPS = "tuner_steps"
 """Attribute of a metadata object: its `EngineStep` by the layers' pool, sliding-window or not."""
+_CAPTURED = "tuner_captured"
+"""Attribute of a captured step's metadata object: True."""
 _READ = frozenset({
     *("cache_seqlens_int32", "max_seq_len_q", "max_seq_len_k", "cu_seqlens_q", "page_table"),
     *("swa_page_table", "swa_out_cache_loc"),
@@ -84,6 +86,7 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
         metadata = self.forward_metadata
         if in_capture and metadata is not None and metadata.page_table is not None:
             metadata.max_seq_len_k = metadata.page_table.shape[1] * self.page_size
+            setattr(metadata, _CAPTURED, True)
 
     def forward_decode(self, q: torch.Tensor, *args: Any, **options: Any) -> Any:
         """The attention of one layer and a step of one query a sequence: (tokens, H * D)."""
@@ -198,6 +201,7 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
             int(metadata.max_seq_len_k),
             True,
             refusal,
+            getattr(metadata, _CAPTURED, False),
         )
 
 

@@ -41,6 +41,8 @@ _PLAIN = ("auto", "float16", "half", "bfloat16")
 _E4M3 = ("fp8", "fp8_e4m3")
 _STEP = "tuner_step"
 """Attribute of a metadata object: its `EngineStep`."""
+_CAPTURED = "tuner_captured"
+"""Attribute of a capture's metadata object, and of a warm-up's: True."""
 _READ = frozenset({
     *("num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens"),
     *("block_table", "causal", "use_cascade", "sliding_window"),
@@ -226,6 +228,7 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a capture or its warm-up; called before both."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        setattr(metadata, _CAPTURED, True)
         self._captured.setdefault(_shape_of(common_attn_metadata), []).append(metadata)
         layers = self.vllm_config.compilation_config.static_forward_context
         for layer in map(layers.get, self.layer_names):
@@ -311,4 +314,5 @@ def _step(metadata: Any) -> EngineStep:
         int(metadata.max_seq_len),
         causal is True,
         refusal,
+        getattr(metadata, _CAPTURED, False),
     )
