@@ -95,8 +95,10 @@ def is_engines(problem: AttentionProblem, gpu: Gpu, is_captured: bool) -> bool |
         StoreError: when a shipped portfolio is damaged.
     """
     mine = _portfolio_of(problem, gpu)
-    return None if mine is None else engine_ratios.is_engines(
-        problem, mine.engines, is_captured=is_captured
+    return (
+        None
+        if mine is None
+        else engine_ratios.is_engines(problem, mine.engines, is_captured=is_captured)
     )
 
 
