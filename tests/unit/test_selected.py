@@ -66,7 +66,8 @@ def decoding_factor(problem: Problem, config: Config) -> float:
         return 1.0
     fewest = next(heads for heads in (8, 16, 32, group) if heads >= group)
     if config.get("pads_heads") and height == 128:
-        return tiles * (1.5 if queries * fewest <= 64 else 1.25 if is_short else 1.0)
+        low, tall = math.ceil(queries / max(1, 64 // fewest)), math.ceil(queries / (128 // held))
+        return tiles * (1.5 if tall >= low else 1.25 if is_short else 1.0)
     return tiles
 
 
@@ -90,7 +91,9 @@ def own_by_hand(
         if "stream_k" not in one.config.params  # for lengths that only the device knows
         for sizes in [models.domain.sizes(problem)]
         for timed in one.family.scheduled(problem, one.config, gpu)
-        for us in [expected_us(models, problem, one, timed, gpu) * decoding_factor(problem, timed)]
+        for usual in [expected_us(models, problem, one, timed, gpu)]
+        for is_slower in [timed.get("persistent") and getattr(models.domain, "decodes_pages", False)]
+        for us in [usual * decoding_factor(problem, timed) + 3.5 * bool(is_slower)]
         for config in [one.family.served(problem, timed)]
         for legal in [one.family.accepts(problem, config, gpu)]
     ]

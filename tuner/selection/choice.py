@@ -28,9 +28,13 @@ _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides
 PERSISTENT_AT_DECODING, MAX_DECODED = 3.2, 8
 #: Heads that the kernels of one group pad to.
 PADDED_HEADS = 8, 16, 32
-#: Time of tiles of 128 rows over that of 64 rows where these hold all: up to 1.5 (an H200, 29
+#: Time of tiles of 128 rows over that of the lowest, where these are no more: up to 1.5 (an H200, 29
 #: November 2026).
-HALF_EMPTY = 1.5
+HALF_EMPTY, LOWEST_ROWS = 1.5, 64
+#: Microseconds of a persistent kernel beside its tiles: a kernel before it clears the counter of
+#: tiles, which are looked for. At 10 short batches 3 to 7 more than expected (an H200, 29 November
+#: 2026).
+PERSISTENT_US = 3.5
 #: The same for at most so many keys, which take less than what begins and ends a tile: 1.1 to 1.7.
 SHORT_TALL, MAX_SHORT_KEYS = 1.25, 1024
 #: Time of a chunk's kernel with as many whole queries as a tile's rows hold, over what the rates
@@ -233,7 +237,8 @@ def _decoding_pages(
     """
     whole = PERSISTENT_AT_DECODING if problem.seqlen_q <= MAX_DECODED else 1.0
     group = problem.heads_q // problem.heads_kv
-    rows = problem.seqlen_q * next((held for held in PADDED_HEADS if held >= group), group)
+    packed = next((held for held in PADDED_HEADS if held >= group), group)
+    lowest = -(-problem.seqlen_q // max(1, LOWEST_ROWS // packed))
     is_short = problem.seqlen_kv <= MAX_SHORT_KEYS
 
     def factor(config: Config) -> float:
@@ -245,7 +250,8 @@ def _decoding_pages(
             return 1.0
         slower = 1.0
         if config.get("pads_heads") and config["warp_groups"] > 1:
-            is_half = rows <= family(config.family).tile_rows(config) // 2
+            held = family(config.family).tile_rows(config) // int(config["packed_heads"])
+            is_half = -(-problem.seqlen_q // held) >= lowest
             slower = HALF_EMPTY if is_half else SHORT_TALL if is_short else 1.0
         return page_readings(problem, config) * slower
 
@@ -256,7 +262,8 @@ def _decoding_pages(
         if "stream_k" in candidates[place].config.params:
             streaming.append(place)
         else:
-            found.append((cautious_us * factors[place], us * factors[place], place, splits))
+            ratio, more = factors[place], PERSISTENT_US * candidates[place].config["persistent"]
+            found.append((cautious_us * ratio + more, us * ratio + more, place, splits))
     if not (problem.is_varlen and found):
         return found
     is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS

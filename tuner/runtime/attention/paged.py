@@ -91,11 +91,12 @@ class PagedCall(Paged, Call):
 
     @property
     def usual_q(self) -> int:
-        """Queries of a sequence that a kernel is selected for: the mean, and never one where a
-        sequence has more. In a batch of a chunk and many that decode these take longest.
+        """Queries of a sequence that a kernel is selected for: the most, or the mean where that is
+        less than half of it, and never one where a sequence has more. In a batch of a chunk and
+        many that decode these take longest.
         """
         mean: int = -(-self.query.shape[0] // max(1, self.batch))
-        return min(self.longest_q, max(2, mean))
+        return self.longest_q if self.longest_q <= 2 * mean else max(2, mean)
 
     @property
     def is_unlike(self) -> bool:
