@@ -118,6 +118,7 @@ class FusedAttention(Family):
         "whole_rows": (True,),
         "copy_warps": (3,),
         "stream_k": (True,),
+        "leaves_cluster": (True,),
         "longest_first": (True,),
         "fills_rows": (True,),
         "searches": (True,),
@@ -129,7 +130,7 @@ class FusedAttention(Family):
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "longest_first", "rescale", "turn_ends", "split_keys"),
-            *("carries_parts", "column_groups", "searches", "fills_rows"),
+            *("carries_parts", "column_groups", "searches", "fills_rows", "leaves_cluster"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
