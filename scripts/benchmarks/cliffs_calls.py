@@ -20,6 +20,7 @@ from benchmarks.population_calls import measured as model_call_measured
 from benchmarks.population_ways import ENABLED
 from benchmarks.products_ways import Tensors, algorithm_ways, torch_ways
 from tuner.families.peers import installed
+from tuner.families.peers.sdpa import UNPREPARED
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, GroupedGemmProblem
 from tuner.problem.grouped_gemm import rows_of
 from tuner.problem.population import ModelCall
@@ -135,6 +136,7 @@ def paged(case: Pages) -> Row:
     missing = {"flash3": module} if isinstance(module, str) else {}
     if not isinstance(module, str):
         calls["flash3"] = batch.flash3(module)
+        calls[UNPREPARED] = batch.flash3(module, is_prepared=False)
     calls["tuner"] = batch.tuner(batch.tables, case.longest)
     try:
         calls["flashinfer"] = flashinfer(batch)
@@ -147,7 +149,7 @@ def paged(case: Pages) -> Row:
 
     row = timed(calls, batch.before, batch.copies, error, MAX_ERRORS[case.dtype])
     row["failed"] = {**missing, **row["failed"]}
-    return {**row, "chosen": batch.selected(), "problem": case.problem.to_json()}
+    return {**row, "chosen": batch.selected(), "problem": batch.posed().pose().problem.to_json()}
 
 
 def flashinfer(batch: Batch) -> Callable[[int], Any]:

@@ -210,17 +210,23 @@ class Batch:
             *tensors, tables[index % self.copies], *lengths, **options
         )
 
-    def selected(self) -> str:
-        """The schedule that `tuner.paged_attention` selects, or why it has none."""
+    def posed(self) -> Any:
+        """The call object of `tuner.paged_attention`, over the first copy."""
         from tuner.runtime.attention.composed import Extras
-        from tuner.runtime.attention.paged import paged_call, prepare
-        from tuner.runtime.call.refusal import Refusal
+        from tuner.runtime.attention.paged import paged_call
 
         tensors = self.query, self.key, self.value, self.tables[0], self.used, self.starts
         extras = Extras.of((self.case.window, -1), 0.0)
         options = *self.lengths, self.problem.is_causal, extras, self.scale
         call = paged_call(*tensors, self.sinks, *options)
-        call = call._replace(descales=tuple(self.scales), total_kv=self.total)
+        return call._replace(descales=tuple(self.scales), total_kv=self.total)
+
+    def selected(self) -> str:
+        """The schedule that `tuner.paged_attention` selects, or why it has none."""
+        from tuner.runtime.attention.paged import prepare
+        from tuner.runtime.call.refusal import Refusal
+
+        call = self.posed()
         plan = prepare(call)
         if isinstance(plan, Refusal):
             return plan.reason
@@ -261,8 +267,10 @@ class Batch:
 
         return call
 
-    def flash3(self, module: Any) -> Call:
-        """A call of FlashAttention-3's serving build, with the metadata that a server makes."""
+    def flash3(self, module: Any, is_prepared: bool = True) -> Call:
+        """A call of FlashAttention-3's serving build, with the metadata that a server makes, or
+        without.
+        """
         case = self.case
         common = {
             "cu_seqlens_q": self.starts,
@@ -271,7 +279,9 @@ class Batch:
         }
         heads = case.heads_q, case.heads_kv, case.head_dim, self.query.dtype
         sizes = self.used, *self.lengths, *heads
-        metadata = module.metadata(*sizes, page_size=case.page_size, **common)
+        metadata = None
+        if is_prepared:
+            metadata = module.metadata(*sizes, page_size=case.page_size, **common)
         options = {
             "max_seqlen_q": self.lengths[0],
             "seqused_k": self.used,

@@ -36,6 +36,7 @@ def test_flash2_alone_is_called_with_variable_lengths() -> None:
     problem = AttentionProblem.parse("B=3,S=64,D=64,varlen=1")
     refusals = {k: member.refusal(problem, k) for k in (*member.offered, *member.on_request)}  # type: ignore[attr-defined]
     assert refusals.pop("flash2") == refusals.pop("flash3_serving") == ""
+    assert "with paged caches" in refusals.pop("flash3_unprepared")
     assert refusals == {k: f"{k} is not called with variable lengths" for k in refusals}
     unequal = AttentionProblem.parse("B=3,SQ=8,SKV=64,D=64,varlen=1,causal=1")
     assert "bottom-right" in member.refusal(unequal, "flash2")  # type: ignore[attr-defined]

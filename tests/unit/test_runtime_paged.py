@@ -15,6 +15,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.fused_attention import FusedAttention
 from tuner.families.fused_attention.paged_schedule import decoding
+from tuner.families.peers import sdpa
 from tuner.problem import E4M3, AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -181,6 +182,53 @@ def test_an_output_of_the_caller_is_written(
     found, lse = paged(**given, out=out, return_lse=True)
     assert found is out and lse.shape == out.shape[1::-1]
     assert [tensors[3] for tensors, _, _ in served.launched] == [out.data_ptr()] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (6, 0), "scale": 0.7}, {"equally": True}])
+def test_a_peer_answers_with_the_lengths_of_the_call(
+    runtime: SimpleNamespace, paged: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("tuner.runtime.attention.paged")
+    plans = importlib.import_module("tuner.runtime.call.plan")
+    given, lengths = batch(), list[tuple[int, int]]()
+    if options.pop("equally", False):
+        del given["cu_seqlens_q"], given["max_seqlen_q"]
+        given["query"] = given["query"][:10]
+
+    def fwd(q: Any, k: Any, v: Any, starts: Any, most: Any, **more: Any) -> Any:
+        lengths.append((most or q.shape[1], more["max_seqlen_k"]))
+        call = {"query": q.flatten(0, -3), "key_cache": k, "value_cache": v}
+        names = ("page_table", "seqused_k", "causal", "window", "softcap", "scale")
+        call |= {name: more[name] for name in names}
+        out, lse = paged(**call, cu_seqlens_q=starts, max_seqlen_q=most, return_lse=True)
+        out = out.view(q.shape) if more["out"] is None else more["out"].copy_(out.view(q.shape))
+        lse = lse if starts is not None else lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+        return (out, lse) if more["return_lse"] else out
+
+    wanted, wanted_lse = paged(**given, **options, return_lse=True)
+    out, found = torch.empty_like(wanted), []
+
+    def by_peer(call: Any) -> Any:
+        left, right, _ = call.extras
+        masks = {"is_causal": call.is_causal, "window_left": left, "window_right": right}
+        problem = AttentionProblem(32, 64, WIDTH, page_size=SIZE, **masks)
+        peer = sdpa.UnpreparedPages(SimpleNamespace(fwd=fwd), problem, call.scale)
+        plan = plans.VendorPlan(
+            problem, Config("vendor_sdpa", {"kernel": sdpa.UNPREPARED}), 0, call=peer
+        )
+        monkeypatch.setattr(module, "serve", lambda call: call.by_pytorch())
+        found.append(call.run(plan))
+        return found[-1]
+
+    monkeypatch.setattr(plans.devices, "current", lambda: 0)
+    for more in ({}, {"out": out}, {"return_lse": True}):
+        monkeypatch.setattr(module, "serve", by_peer)
+        paged(**given, **options, **more)
+    torch.testing.assert_close(found[0], wanted)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(found[2], (wanted, wanted_lse))
+    longest = 20 if "max_seqlen_q" in given else 2
+    assert set(lengths) == {(longest, given["page_table"].shape[1] * SIZE)}
 
 
 def test_pytorch_s_answer_is_copied_to_an_output_of_the_caller(paged: Any) -> None:

@@ -92,7 +92,9 @@ def own_by_hand(
         for sizes in [models.domain.sizes(problem)]
         for timed in one.family.scheduled(problem, one.config, gpu)
         for usual in [expected_us(models, problem, one, timed, gpu)]
-        for is_slower in [timed.get("persistent") and getattr(models.domain, "decodes_pages", False)]
+        for is_slower in [
+            timed.get("persistent") and getattr(models.domain, "decodes_pages", False)
+        ]
         for us in [usual * decoding_factor(problem, timed) + 3.5 * bool(is_slower)]
         for config in [one.family.served(problem, timed)]
         for legal in [one.family.accepts(problem, config, gpu)]

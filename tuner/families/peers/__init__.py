@@ -69,9 +69,12 @@ state that only one stream may use at a time (FlashAttention-3's metadata).
 
 ANSWERS: Mapping[str, str] = {
     **{"flash3": "flash3", "flash3_splits": "flash3", "flash4": "flash4"},
-    **{"cudnn_plans": "cudnn", "cublaslt_search": "cublaslt"},
+    **{"cudnn_plans": "cudnn", "cublaslt_search": "cublaslt", "flash3_unprepared": "flash3"},
 }
 """Word of TUNER_ANSWERS for each kernel of a peer that the runtime may call."""
+
+BUILDS: Mapping[str, str] = {"flash3_unprepared": "flash3_serving"}
+"""Peer that a kernel is of, where its word of TUNER_ANSWERS is another peer's name."""
 
 BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | ANSWERS.keys()
 """Kernels that eager PyTorch never chooses by itself."""
@@ -130,6 +133,10 @@ class Vendor(Family):
         `FAILURES`.
         """
 
+    def trial(self, problem: Problem, kernel: str) -> Problem:
+        """The problem whose tensors a kernel's trial run has."""
+        return problem
+
     def found(self) -> tuple[str, ...]:
         """Values of `on_request` that this machine has, and that are part of the space there."""
         return ()
@@ -183,7 +190,7 @@ class Vendor(Family):
             return _sentence(kernel, exc, [])
         if isinstance(call, str) or not self.is_tried or (config, problem) in _served:
             return call
-        ready = tried(call, problem, kernel, "cuda")
+        ready = tried(call, self.trial(problem, kernel), kernel, "cuda")
         if not isinstance(ready, str):
             _served.add((config, problem))
         return ready

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner import settings
-from tuner.families.peers import ANSWERS, FAILURES
+from tuner.families.peers import ANSWERS, BUILDS, FAILURES
 
 
 class Peer(NamedTuple):
@@ -111,7 +111,7 @@ def build_of(kernel: str) -> str:
     """The build here of the peer that has a kernel; empty without one, and for kernels whose
     configs hold their library's version.
     """
-    name = ANSWERS.get(kernel)
+    name = BUILDS.get(kernel, ANSWERS.get(kernel))
     return version(name) if name in PEERS else ""
 
 

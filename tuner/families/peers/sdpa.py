@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
@@ -35,6 +36,10 @@ BACKENDS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
 }  # fmt: skip
 PEERS = ("flash3", "flash4")
 SERVING = "flash3_serving"
+#: The same over pages, without metadata: each call prepares itself.
+UNPREPARED = "flash3_unprepared"
+#: Keys of a trial run's sequence at most: those of a call may be gigabytes.
+MAX_TRIED = 256
 #: Its keywords for the factors of e4m3.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 #: kernel -> (peer, further arguments). Zero splits let FlashAttention-3 choose how many parts the
@@ -50,7 +55,9 @@ TILES = {f"flash4_{m}x{n}": (m, n) for m, n in ((128, 128), (128, 160), (192, 12
 LAYOUTS: dict[str, Layout] = {
     "cudnn": "bhsd",
     "naive": "bhsd",
-    **dict.fromkeys(("flash2", "efficient", *PEERS, *VARIANTS, SERVING, *TILES), "bshd"),
+    **dict.fromkeys(
+        ("flash2", "efficient", *PEERS, *VARIANTS, SERVING, UNPREPARED, *TILES), "bshd"
+    ),
 }
 #: kernel -> microseconds of a tiny call, then TFLOP/s of a large one: full and causal at D <= 64,
 #: full and causal above. From one H200, CUDA 13.0, torch 2.11, cuDNN 9.19: (16,16,2048,64) and
@@ -66,7 +73,11 @@ RATES: dict[str, tuple[float, float, float, float, float]] = {
     "flash4": (6.5, 499, 373, 640, 528),
     "naive": (15.0, 30, 15, 34, 17),
 }
-RATES |= {SERVING: RATES["flash3"], **dict.fromkeys(TILES, RATES["flash4"])}
+RATES |= {
+    SERVING: RATES["flash3"],
+    UNPREPARED: RATES["flash3"],
+    **dict.fromkeys(TILES, RATES["flash4"]),
+}
 
 Attend = Callable[..., Any]
 """attend(query, key, value, causal=, scale=) over (B, S, H, D) tensors; with ``window_size=(left,
@@ -85,7 +96,7 @@ class VendorSdpa(Vendor):
     takes_value_dim = True
     takes_wide_heads = True
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
-    on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, *TILES)
+    on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, UNPREPARED, *TILES)
     work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
     amounts = staticmethod(attention_work.closed_work)
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
@@ -105,6 +116,10 @@ class VendorSdpa(Vendor):
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
             return ""
+        if kernel == UNPREPARED:
+            if not problem.is_paged or problem.has_sinks:
+                return f"{kernel} is called with paged caches without sinks, only"
+            kernel = SERVING
         if problem.dtype == E4M3 and kernel != SERVING:
             return f"{kernel} takes fp16 and bf16, not {E4M3} with descale factors"
         if problem.dtype == E4M3 and problem.heads_q != problem.heads_kv:
@@ -136,11 +151,19 @@ class VendorSdpa(Vendor):
             return f"{kernel} aligns a {mask} bottom-right: SQ and SKV must be equal"
         return ""
 
+    def trial(self, problem: Problem, kernel: str) -> Problem:
+        if kernel != UNPREPARED or not isinstance(problem, AttentionProblem):
+            return problem
+        keys = min(problem.seqlen_kv, MAX_TRIED)
+        return replace(problem, batch=1, seqlen_q=min(problem.seqlen_q, keys), seqlen_kv=keys)
+
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
-        if kernel == SERVING:
+        if kernel in (SERVING, UNPREPARED):
             module = installed.module_of(SERVING)
             if isinstance(module, str):
                 return module
+            if kernel == UNPREPARED:
+                return UnpreparedPages(module, problem, scale)
             pose = paged_call if problem.is_paged else serving_call
             return pose(module, problem, scale)
         if problem.is_varlen and not problem.is_paged:
@@ -333,11 +356,7 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
     """FlashAttention-3's serving build over a paged cache, with the metadata that a server makes
     once a step.
     """
-    window = (-1, -1)
-    if problem.is_windowed:
-        left, right = problem.window_left, problem.window_right
-        window = (left, 0 if problem.is_causal else right)
-    masks = {"causal": problem.is_causal, "window": window, "softcap": problem.softcap}
+    masks = _masks_of_pages(problem)
     longest = problem.seqlen_q, problem.seqlen_kv
     ready: dict[str, Any] = {}
 
@@ -360,6 +379,73 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
         return out.transpose(0, 1)[None]
 
     return call
+
+
+class UnpreparedPages:
+    """FlashAttention-3's serving build over paged caches of any lengths, without metadata.
+
+    Args:
+        module: the build.
+        problem: a problem with the calls' masks and types.
+        scale: factor of the scores.
+    """
+
+    def __init__(self, module: Any, problem: AttentionProblem, scale: float) -> None:
+        self._fwd = module.fwd
+        self._options = {**_masks_of_pages(problem), "scale": scale}
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, table: Any, used: Any, starts: Any, *more: Any
+    ) -> Any:
+        """The output of a problem's operands."""
+        rows = query[0].transpose(0, 1)
+        cache = (tensor.transpose(1, 2) for tensor in (key, value))
+        lengths = len(rows), table.shape[1] * key.shape[2]
+        (out,) = self.run(rows, *cache, table, used, starts, *more, lengths=lengths)
+        return out.transpose(0, 1)[None]
+
+    def run(
+        self,
+        query: Any,
+        *others: Any,
+        lengths: tuple[int, int],
+        out: Any = None,
+        with_lse: bool = False,
+    ) -> tuple[Any, ...]:
+        """Output and, if wanted, log-sum-exp of tensors as `tuner.paged_attention` takes them.
+
+        Args:
+            query: (total_q, H, D).
+            others: caches, table, keys of the sequences, their first rows (empty: equally many for
+                each) and factors of e4m3.
+            lengths: most queries and keys of a sequence.
+            out: tensor for the output.
+            with_lse: also return the log-sum-exp.
+        """
+        key, value, table, used, starts, *factors = others
+        options = {**self._options, "page_table": table, "seqused_k": used, "out": out}
+        options |= zip(DESCALES, (one.expand(len(used), -1) for one in factors), strict=False)
+        if starts.numel():
+            rows = starts, lengths[0]
+        else:
+            rows, query = (None, None), query.unflatten(0, (len(used), lengths[0]))
+            options["out"] = None if out is None else out.view(query.shape)
+        given = self._fwd(
+            *(query, key, value, *rows), max_seqlen_k=lengths[1], return_lse=with_lse, **options
+        )
+        result, *lse = given if with_lse else (given,)
+        if starts.numel():
+            return result, *lse
+        return result.flatten(0, 1), *(one.transpose(0, 1).flatten(1) for one in lse)
+
+
+def _masks_of_pages(problem: AttentionProblem) -> dict[str, Any]:
+    """Keywords of masks."""
+    window = (-1, -1)
+    if problem.is_windowed:
+        left, right = problem.window_left, problem.window_right
+        window = (left, 0 if problem.is_causal else right)
+    return {"causal": problem.is_causal, "window": window, "softcap": problem.softcap}
 
 
 def peer(kernel: str) -> Attend | str:

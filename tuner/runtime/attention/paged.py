@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.base import Strides
 from tuner.families.domain import MAX_SHORT
+from tuner.families.peers.sdpa import UnpreparedPages
 from tuner.families.schedules import PagedBatch
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
@@ -24,7 +25,7 @@ from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged_arguments import checked, checked_scales
 from tuner.runtime.attention.paged_composed import Paged, composed, output_type
 from tuner.runtime.call import guards, invariance
-from tuner.runtime.call.plan import KernelPlan, Plan, Posed
+from tuner.runtime.call.plan import KernelPlan, Plan, Posed, VendorPlan
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import Call, find, serve
 from tuner.runtime.call.table import table
@@ -91,8 +92,9 @@ class PagedCall(Paged, Call):
 
     @property
     def usual_q(self) -> int:
-        """Queries of a sequence that a kernel is selected for: the most, or the mean where that is
-        less than half of it, and never one where a sequence has more. In a batch of a chunk and
+        """Queries of a sequence that a kernel is selected for, never one where a sequence has more.
+
+        They are the most, or the mean where that is less than half of it. In a batch of a chunk and
         many that decode these take longest.
         """
         mean: int = -(-self.query.shape[0] // max(1, self.batch))
@@ -180,6 +182,8 @@ class PagedCall(Paged, Call):
         return PagedBatch(*sizes, seen, mean, self.key.element_size(), DEFAULT_GPU.sm_count)
 
     def run(self, plan: Plan) -> Any:
+        if isinstance(plan, VendorPlan):
+            return self._by_peer(plan)
         sized = self.sized(plan)
         if isinstance(sized, Refusal):
             return sized
@@ -192,6 +196,15 @@ class PagedCall(Paged, Call):
             lse = query.new_empty(query.shape[1::-1], dtype=torch.float32)
         found = table.run_into(sized, out, lse, *self.inputs)
         return found if isinstance(found, Refusal) or lse is None else (found, lse)
+
+    def _by_peer(self, plan: VendorPlan) -> Any:
+        """A peer's answer, of this call's lengths."""
+        if not isinstance(plan.call, UnpreparedPages):
+            return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} reads no pages")
+        options = {"lengths": (self.longest_q, self.longest_kv), "out": self.out}
+        call = partial(plan.call.run, **options, with_lse=self.with_lse)
+        found = table.run_all(replace(plan, call=call), *self.inputs)
+        return found if isinstance(found, Refusal) or self.with_lse else found[0]
 
     def by_pytorch(self) -> Any:
         out, lse = composed(self)
