@@ -28,8 +28,8 @@ _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides
 PERSISTENT_AT_DECODING, MAX_DECODED = 3.2, 8
 #: Heads that the kernels of one group pad to.
 PADDED_HEADS = 8, 16, 32
-#: Time of tiles of 128 rows over that of the lowest, where these are no more: up to 1.5 (an H200, 29
-#: November 2026).
+#: Time of tiles of 128 rows over that of the lowest, where these are no more: up to 1.5 (an H200,
+#: 29 November 2026).
 HALF_EMPTY, LOWEST_ROWS = 1.5, 64
 #: Microseconds of a persistent kernel beside its tiles: a kernel before it clears the counter of
 #: tiles, which are looked for. At 10 short batches 3 to 7 more than expected (an H200, 29 November
