@@ -6,7 +6,9 @@ import struct
 from typing import Any
 
 from tuner.measure.gate import Gate
-from tuner.measure.gate.kernels import E4M3_POISON, POISON
+from tuner.measure.gate.commands import Command
+from tuner.measure.gate.kernels import E4M3_POISON, POISON, Answer
+from tuner.measure.tolerance import OutputComparison
 from tuner.problem import AttentionProblem, Problem
 
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
@@ -28,6 +30,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.free_at, self.live, self.filled = 1 << 20, set[int](), list[tuple[int, int]]()
         self.written: dict[int, bytes] = {}
+        self.staged: dict[int, bytes] = {}
         self.patterns: dict[int, int] = {}
         self.joined = 0
         """Streams of the latest `fork` whose work the device's stream waits for."""
@@ -51,8 +54,12 @@ class FakeDevice:
     def write(self, pointer: int, data: bytes) -> None:
         self.written[pointer] = data
 
+    def stage(self, data: bytes) -> int:
+        self.staged[-1 - len(self.staged)] = data
+        return -len(self.staged)
+
     def read(self, pointer: int, size: int) -> bytes:
-        return struct.pack("<2d6Q", 0.0, 1.0, 0, 0, 0, 0, 0, 0)[:size]
+        return (struct.pack("<2d6Q", 0.0, 1.0, 0, 0, 0, 0, 0, 0) * -(-size // 64))[:size]
 
     def wait(self) -> None:
         pass
@@ -65,7 +72,10 @@ class FakeDevice:
 
 
 class FakeKernel:
-    def __init__(self) -> None:
+    """Notes what it is given, and copies what the host staged for the device."""
+
+    def __init__(self, device: FakeDevice | None = None) -> None:
+        self.device = device or FakeDevice()
         self.calls: list[tuple[int, int, int, int]] = []
         self.given: list[tuple[list[int], list[int]]] = []
         self.scalars: list[tuple[float, ...]] = []
@@ -75,14 +85,29 @@ class FakeKernel:
         self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
     ) -> None:
         assert all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in integers)
+        if integers[0] == Command.COPY and tensors[0] in self.device.staged:
+            self.device.write(tensors[1], self.device.staged[tensors[0]])
+            return
         self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
         self.given.append((list(tensors), list(integers)))
         self.scalars.append(tuple(scalars))
         self.streams.append(stream)
 
 
+def answer_of(comparison: OutputComparison) -> Answer:
+    """The answer of the template's compare command."""
+    answer, c = Answer(), comparison
+    answer.data = struct.pack(
+        "<2d3Qd2Q",
+        *(c.error_squares, c.reference_squares, c.beyond, c.not_finite, c.poisoned, c.worst),
+        *(2**64 - 1 - c.first, 0),
+    )
+    return answer
+
+
 def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
-    device, kernel = FakeDevice(), FakeKernel()
+    device = FakeDevice()
+    kernel = FakeKernel(device)
     made = Gate(device, kernel)  # type: ignore[arg-type]
     made.open(problem, 7)
     return made, device, kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from tuner.compile.artifacts import Artifact
@@ -74,6 +75,7 @@ class FakeGate:
     """True for each request that checks a sample only."""
     broken: tuple[int, ...] = ()
     is_lse_wrong = False
+    is_sound = True
 
     def __init__(self, device: FakeDevice, kernel: Any) -> None:
         self.device = device
@@ -93,18 +95,25 @@ class FakeGate:
         pass
 
     def examine(self, extra: Any = ()) -> Verdict:
+        examination = self.watch(extra)
+        self.collect()
+        return self.judge(examination)
+
+    def watch(self, extra: Any = (), lse: Any = None) -> Any:
+        assert lse is None or (self.with_lse and lse.bytes == 4 * 16 * 64)
+        return SimpleNamespace(is_sound=FakeGate.is_sound, lse=lse)
+
+    def collect(self) -> None:
         self.device.synchronize()
+
+    def judge(self, examination: Any) -> Verdict:
         self.examined += 1
         if self.examined in FakeGate.broken:
             raise GateError("the reference is not finite")
-        return FakeGate.verdicts.pop(0) if FakeGate.verdicts else Verdict(Status.OK, 1e-4)
-
-    def examine_lse(self, lse: Any) -> Verdict:
-        assert self.with_lse and lse.bytes == 4 * 16 * 64
-        log = "log-sum-exp: 1 of 1024 rows are wrong"
-        return (
-            Verdict(Status.WRONG_RESULT, None, log) if FakeGate.is_lse_wrong else Verdict(Status.OK)
-        )
+        verdict = FakeGate.verdicts.pop(0) if FakeGate.verdicts else Verdict(Status.OK, 1e-4)
+        if verdict.status is Status.OK and examination.lse and FakeGate.is_lse_wrong:
+            return Verdict(Status.WRONG_RESULT, None, "log-sum-exp: 1 of 1024 rows are wrong")
+        return verdict
 
 
 class FakeSubject:

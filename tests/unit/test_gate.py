@@ -20,6 +20,7 @@ from gate_fakes import (
     PAGED,
     FakeDevice,
     FakeKernel,
+    answer_of,
     opened,
 )
 
@@ -30,7 +31,7 @@ from tuner.measure.gate import REFERENCE, Gate, inputs
 from tuner.measure.gate.commands import COMMANDS as DECLARED
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
-from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
+from tuner.measure.gate.kernels import E4M3_POISON, POISON, Answer, Guarded
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.tolerance import (
     GRADIENT_PART,
@@ -279,8 +280,10 @@ def test_gradients_have_the_rounded_output_and_limits_of_their_own_scale() -> No
     kernel.scalars.clear()
     assert made.examine().status is Status.OK
     limits = [s for s, call in zip(kernel.scalars, kernel.calls, strict=True) if call[0] == 7]
-    assert len(limits) == 2 * len(BACKWARD.outputs)
-    for first, second, output in zip(limits[::2], limits[1::2], BACKWARD.outputs, strict=True):
+    count = len(BACKWARD.outputs)
+    assert len(limits) == 2 * count
+    pairs = zip(limits[:count], limits[count:], BACKWARD.outputs, strict=True)
+    for first, second, output in pairs:
         rms = 1 / output.elements**0.5  # of a reference whose squares add up to one
         assert second[0] - first[0] == pytest.approx(GRADIENT_PART["bfloat16"] * rms)
         assert second[1:] == first[1:]
@@ -479,14 +482,13 @@ def test_a_reference_that_is_not_finite_is_computed_once_more(
     made.load("random")
     compared: list[OutputComparison] = []
 
-    def compare(*_: Any) -> OutputComparison:
+    def compare(*_: Any) -> Answer:
         times = [call[0] for call in kernel.calls].count(5)
         broken = times == 1 or not is_overwritten
         compared.append(OutputComparison(32, NAN, NAN) if broken else GOOD)
-        return compared[-1]
+        return answer_of(compared[-1])
 
-    monkeypatch.setattr(made, "compare", compare)
-    monkeypatch.setattr(made._kernels, "strayed", lambda buffer: 0)
+    monkeypatch.setattr(made._kernels, "compare", compare)
     if is_overwritten:
         assert made.examine().status is Status.OK
     else:
@@ -515,7 +517,8 @@ class TestLogSumExp:
         for with_lse in (False, True):
             gate, device, kernel = self.loaded(with_lse)
             (given,) = [tensors for tensors, integers in kernel.given if integers[0] == 4]
-            assert (given[4] in device.live) == with_lse
+            assert given[4] in device.live
+            assert (gate._opened()[1].references.statistics("random") == given[4]) == with_lse
             gate.close()
             assert given[4] not in device.live
 
@@ -527,24 +530,26 @@ class TestLogSumExp:
 
     @pytest.mark.parametrize("is_wrong", [False, True])
     def test_every_row_is_compared(self, monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
-        gate, device, _ = self.loaded(True)
+        gate, _, _ = self.loaded(True)
         lse = Guarded("lse", 64, 4 * self.ROWS)
+        last = 4.0 if is_wrong else 3.0
 
-        def read(pointer: int, size: int) -> bytes:
-            if pointer != lse.pointer:
-                return struct.pack("<2d", 3.0, 1.0) * (size // 16)
-            last = 4.0 if is_wrong else 3.0
-            return struct.pack(f"<{self.ROWS}f", *[3.0] * (self.ROWS - 1), last)
+        def fetch(pointer: int, size: int) -> Answer:
+            answer = Answer()
+            answer.data = struct.pack("<2d", 3.0, 1.0) * (size // 16)
+            if pointer == lse.pointer:
+                answer.data = struct.pack(f"<{self.ROWS}f", *[3.0] * (self.ROWS - 1), last)
+            return answer
 
-        monkeypatch.setattr(device, "read", read)
-        verdict = gate.examine_lse(lse)
+        monkeypatch.setattr(gate._kernels, "fetch", fetch)
+        verdict = gate.examine(lse=lse)
         assert verdict.status is (Status.WRONG_RESULT if is_wrong else Status.OK)
         assert (f"first row {self.ROWS - 1}" in verdict.log) == is_wrong
 
     def test_it_must_be_asked_for(self) -> None:
         gate, *_ = self.loaded(False)
         with pytest.raises(BenchmarkError, match="no log-sum-exp to compare with"):
-            gate.examine_lse(Guarded("lse", 64, 4 * self.ROWS))
+            gate.examine(lse=Guarded("lse", 64, 4 * self.ROWS))
 
 
 @pytest.mark.parametrize(
@@ -562,9 +567,9 @@ def test_all_positive_inputs_judge_sums_that_are_to_be_exact(label: str, is_judg
     made, _, _ = opened(problem)
     limits: list[Limits] = []
 
-    def compared(*arguments: Any) -> OutputComparison:
+    def compared(*arguments: Any) -> Answer:
         limits.append(arguments[3])
-        return OutputComparison(16 * 128, error_squares=0.25, reference_squares=1.0)
+        return answer_of(OutputComparison(16 * 128, error_squares=0.25, reference_squares=1.0))
 
     made._kernels.compare = compared  # type: ignore[assignment,method-assign]
     for kind in kinds_of(problem):

@@ -75,7 +75,7 @@ class MemoryKernel(FakeKernel):
     """
 
     def __init__(self, device: Memory) -> None:
-        super().__init__()
+        super().__init__(device)
         self._device = device
 
     def launch(
@@ -88,7 +88,7 @@ class MemoryKernel(FakeKernel):
         elif command == 8:
             words = self._device.at(tensors[0], rest[0]).cast("H")
             changed = 0 if set(words) == {POISON} else sum(word != POISON for word in words)
-            self._device.write(tensors[1], struct.pack("<Q", changed))
+            self._device.at(tensors[1], 8).cast("Q")[0] += changed
         elif command == 9:
             found = zlib.crc32(self._device.at(tensors[0], rest[0]))
             self._device.write(tensors[1], struct.pack("<Q", found))
@@ -110,6 +110,21 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, Memory, Guarded]:
 def test_an_untouched_memory_passes(guarded: tuple[Gate, Memory, Guarded]) -> None:
     made, _, own = guarded
     assert made.examine([own]).status is Status.OK
+
+
+@pytest.mark.parametrize("report_bytes", [kernels.REPORT_BYTES, 192])
+def test_runs_that_are_read_together_are_judged_apart(
+    guarded: tuple[Gate, Memory, Guarded], monkeypatch: pytest.MonkeyPatch, report_bytes: int
+) -> None:
+    made, device, own = guarded
+    monkeypatch.setattr(kernels, "REPORT_BYTES", report_bytes)
+    device.write(own.pointer - 2, b"\0\0")
+    first = made.watch([own])
+    made.arm([own])
+    runs = [first, made.watch([own])]
+    made.collect()
+    verdicts = [made.judge(run).status for run in runs]
+    assert verdicts == [Status.OUT_OF_BOUNDS, Status.OK]
 
 
 @pytest.mark.parametrize("name", ["a", "b", "bias", "residual", "d", "workspace"])

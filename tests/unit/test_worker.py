@@ -149,6 +149,32 @@ def test_the_loss_of_all_positive_sums_is_a_flag_where_no_limit_judges_it(
     assert all(re.match(schema["$defs"]["name"]["pattern"], flag) for flag in outcome.flags)
 
 
+@pytest.mark.parametrize(("extent", "judged"), [(512, [0]), (8192, [0, 1])], ids=["short", "long"])
+def test_the_worker_waits_once_for_all_kinds_of_short_problems(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, extent: int, judged: list[int]
+) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(FakeGate, "collect", lambda gate: collected.append(gate.examined))
+    answer(events, "ok", mode="probe", problem=GemmProblem(extent, extent, extent))
+    assert collected == judged
+
+
+def test_a_candidate_that_overwrote_a_reference_runs_again_on_each_kind_alone(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, kinds = FakeGate.load, list[str]()
+
+    def loading(gate: FakeGate, kind: str, with_lse: bool = False) -> None:
+        kinds.append(kind)
+        load(gate, kind, with_lse)
+
+    monkeypatch.setattr(FakeGate, "load", loading)
+    monkeypatch.setattr(FakeGate, "is_sound", False)
+    answer(events, "ok", mode="probe")
+    assert kinds == ["planted", "random"] * 2
+    assert [r.status for r in results(events)] == [Status.OK]
+
+
 def test_a_failed_check_ends_a_candidate(events: list[dict[str, Any]]) -> None:
     FakeGate.verdicts = [Verdict(Status.OK, 1e-4), Verdict(Status.WRONG_RESULT, 0.3, "off")]
     answer(events, "ok", "ok")

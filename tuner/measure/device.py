@@ -36,6 +36,9 @@ SLOWDOWNS = frozenset(
     {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
 
+STAGING_BYTES = 16 << 20
+"""Bytes of pinned memory for copies between host and device; more where one copy is larger."""
+
 
 def throttle_names(mask: int) -> tuple[str, ...]:
     """Names of the clock event reasons in an NVML bit mask."""
@@ -262,6 +265,7 @@ class Device:
         self.stream = int(call("cuStreamCreate", self._flags))
         self._lanes = [self.stream]
         self._marks: list[Any] = []
+        self._pinned, self._pinned_bytes, self._staged_bytes = 0, 0, 0
 
     def synchronize(self) -> None:
         """Wait for all work of the context. Raises the error of any of it."""
@@ -311,10 +315,10 @@ class Device:
 
     def read(self, pointer: int, size: int) -> bytes:
         """Wait for the stream and copy to the host."""
+        host = self._staging(size)
+        call("cuMemcpyDtoHAsync", host, pointer, size, self.stream)
         self.wait()
-        host = (ctypes.c_char * size)()
-        call("cuMemcpyDtoH", ctypes.addressof(host), pointer, size)
-        return bytes(host)
+        return ctypes.string_at(host, size)
 
     def write(self, pointer: int, data: bytes) -> None:
         """Wait for the stream and copy from the host."""
@@ -322,9 +326,35 @@ class Device:
         host = (ctypes.c_char * len(data)).from_buffer_copy(data)
         call("cuMemcpyHtoD", pointer, ctypes.addressof(host), len(data))
 
+    def stage(self, data: bytes) -> int:
+        """Address of a copy of `data` that kernels on the stream can read, until the next `wait`.
+
+        A kernel that copies from there waits for no other process of the GPU. The driver's copies
+        from the host do, since they run on an engine of their own.
+        """
+        host = self._staging(len(data))
+        ctypes.memmove(host, data, len(data))
+        return host
+
+    def _staging(self, size: int) -> int:
+        """Address of `size` bytes of pinned memory that nothing in flight uses. Waits for the
+        stream if none is left.
+        """
+        if self._staged_bytes + size > self._pinned_bytes:
+            self.wait()
+        if size > self._pinned_bytes:
+            if self._pinned:
+                call("cuMemFreeHost", self._pinned)
+            self._pinned_bytes = max(size, STAGING_BYTES)
+            self._pinned = int(call("cuMemHostAlloc", self._pinned_bytes, 0))
+        host = self._pinned + self._staged_bytes
+        self._staged_bytes += -(-size // 16) * 16
+        return host
+
     def wait(self) -> None:
         """Wait for the stream. Raises the error of its work."""
         call("cuStreamSynchronize", self.stream)
+        self._staged_bytes = 0
 
     def fork(self, count: int) -> list[int]:
         """Fork the device's stream, the first of those returned: the others wait for its work.

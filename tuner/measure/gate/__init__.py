@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tuner.compile.loading import LoadedKernel
 from tuner.errors import BenchmarkError
@@ -32,7 +33,15 @@ from tuner.measure.gate.inputs import (
     offsets,
     query_deviation,
 )
-from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded, poison_of
+from tuner.measure.gate.kernels import (
+    POISON,
+    Answer,
+    Buffers,
+    Guarded,
+    Kernels,
+    guarded,
+    poison_of,
+)
 from tuner.measure.gate.reference import References
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.subjects import Call
@@ -59,8 +68,40 @@ class _Known:
 
     seed: int
     references: References
-    sums: dict[str, dict[str, int]] = field(default_factory=dict)
+    sums: dict[str, dict[str, Answer]] = field(default_factory=dict)
     """Checksums of the inputs by kind and operand."""
+
+
+class _Comparison(NamedTuple):
+    """Comparison of an output, or of a chunk of it, whose answer is on its way."""
+
+    name: str
+    """Its name in a verdict."""
+    output: Operand
+    at: tuple[int, int]
+    """Addresses of the output and its reference."""
+    limits: Limits
+    answer: Answer
+
+    def result(self) -> OutputComparison:
+        return OutputComparison.unpack(self.answer.data, self.output.elements)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Checks of one run of a candidate, whose results are there after `Gate.collect`."""
+
+    kind: str
+    strayed: Mapping[str, Answer]
+    sums: Mapping[str, Answer]
+    comparisons: Sequence[_Comparison]
+    lse: tuple[Answer, Answer] | None = None
+    """Row statistics of the reference, and the candidate's log-sum-exp."""
+
+    @property
+    def is_sound(self) -> bool:
+        """False if a reference is not finite: the candidate may have overwritten it."""
+        return all(one.result().is_sound for one in self.comparisons)
 
 
 class Gate:
@@ -138,14 +179,14 @@ class Gate:
         """Allocate a buffer between guard bands from `pool`: 256-byte aligned, an even number of
         bytes.
         """
-        return guarded(pool, name, size)
+        return guarded(pool, [(name, size)])[name]
 
     def load(self, kind: str, with_lse: bool = False) -> None:
         """Write the inputs of `kind` into the buffers. Computes their reference if it is not known.
 
         Args:
             kind: one of `inputs.KINDS`.
-            with_lse: True if `examine_lse` will be called, for attention.
+            with_lse: True if attention's log-sum-exp will be judged.
         """
         buffers, known = self._opened()
         references, seed = known.references, known.seed
@@ -177,102 +218,127 @@ class Gate:
         for buffer in (*operands.values(), *extra):
             self._kernels.poison(buffer)
 
-    def examine(self, extra: Sequence[Guarded] = ()) -> Verdict:
-        """Wait for the candidate and judge its output; an error that `is_reported` has no limit.
-
-        A reference that is not finite is computed again: the candidate may have overwritten it.
+    def examine(self, extra: Sequence[Guarded] = (), lse: Guarded | None = None) -> Verdict:
+        """Wait for the candidate and judge its output; arguments as of `watch`.
 
         Raises:
             BenchmarkError: when the candidate's work failed on the device.
+            GateError: when the reference is not finite.
+        """
+        examination = self.watch(extra, lse)
+        self.collect()
+        return self.judge(examination)
+
+    def watch(self, extra: Sequence[Guarded] = (), lse: Guarded | None = None) -> Examination:
+        """Enqueue the checks of the candidate's run. Several runs may be checked before `collect`.
+
+        Args:
+            extra: the candidate's own buffers.
+            lse: the log-sum-exp of an attention kernel, if it is to be judged: fp32 (B, H, SQ), or
+                (H, total_q) for packed sequences.
+
+        Raises:
+            BenchmarkError: when `lse` is to be judged, and `load` was called without `with_lse`.
+        """
+        buffers, cached = self._opened()
+        statistics = cached.references.statistics(self._kind)
+        if lse is not None and statistics is None:
+            raise BenchmarkError("the numerics gate has no log-sum-exp to compare with")
+        fetch, probed = self._kernels.fetch, None
+        if lse is not None and statistics is not None:
+            probed = fetch(statistics, 4 * lse.bytes), fetch(lse.pointer, lse.bytes)
+        return Examination(
+            self._kind,
+            {b.name: self._kernels.strayed(b) for b in (*buffers.operands.values(), *extra)},
+            {operand.name: self._checksum(operand) for operand in buffers.inputs},
+            self._comparisons(),
+            probed,
+        )
+
+    def collect(self) -> None:
+        """Wait for the device, and read what it was asked.
+
+        Raises:
+            BenchmarkError: when work failed on the device.
+        """
+        self._kernels.collect()
+
+    def judge(self, examination: Examination) -> Verdict:
+        """Verdict of a run, after `collect`; an error that `is_reported` has no limit.
+
+        A reference that is not finite is computed again: the candidate may have overwritten it. The
+        run must then be the latest.
+
+        Raises:
             GateError: when the reference is still not finite.
         """
-        self._device.wait()
         buffers, cached = self._opened()
-        problem, references, sums = buffers.problem, cached.references, cached.sums[self._kind]
-        exact = references.outputs(self._kind)
-        strayed = {
-            buffer.name: self._kernels.strayed(buffer)
-            for buffer in (*buffers.operands.values(), *extra)
-        }
+        problem, kind, sums = buffers.problem, examination.kind, cached.sums[examination.kind]
+        strayed = {name: answer.number for name, answer in examination.strayed.items()}
         changed = [
-            operand.name
-            for operand in buffers.inputs
-            if self._checksum(operand) != sums[operand.name]
+            name for name, now in examination.sums.items() if now.number != sums[name].number
         ]
-        worst, drawn = 0.0, (problem, self._kind)
-        for name, output, written, reference in self._compared(exact):
-            limits = limits_of(problem, output.name, query_deviation(*drawn), *offsets(*drawn))
-            limits = limits.lifted if is_reported(*drawn) else limits
-            comparison = self.compare(written, reference, output, limits)
-            if not comparison.is_sound and not changed:
-                references.compute(self._kind)
-                comparison = self.compare(written, reference, output, limits)
-            verdict = judge(comparison, output, strayed, changed, limits)
+        if not examination.is_sound and not changed and kind == self._kind:
+            cached.references.compute(kind)
+            examination = replace(examination, comparisons=self._comparisons())
+            self.collect()
+        worst = 0.0
+        for compared in examination.comparisons:
+            verdict = judge(compared.result(), compared.output, strayed, changed, compared.limits)
             if verdict.status is not Status.OK:
-                log = verdict.log and f"{self._kind} inputs: {name}{verdict.log}"
+                log = verdict.log and f"{kind} inputs: {compared.name}{verdict.log}"
                 return Verdict(verdict.status, verdict.error, log)
             worst = max(worst, verdict.error or 0.0)
+        if examination.lse is not None and isinstance(problem, AttentionProblem):
+            verdict = _judge_lse(problem, kind, *examination.lse)
+            if verdict.status is not Status.OK:
+                return verdict
         return Verdict(Status.OK, worst)
 
-    def _compared(self, counts: Mapping[str, int]) -> Iterator[tuple[str, Operand, int, int]]:
-        """Parts to compare: name in a verdict, extent, and addresses of the output and its
-        reference.
+    def _comparisons(self) -> list[_Comparison]:
+        """Compare the outputs with their references. Limits by a whole reference's root mean square
+        wait for that.
         """
+        comparisons = list(self._compared())
+        if not any(one.limits.whole for one in comparisons):
+            return comparisons
+        self.collect()
+        return [self._resolved(one) for one in comparisons]
+
+    def _compared(self) -> Iterator[_Comparison]:
+        """Compare the outputs, or chunks of them."""
         buffers, cached = self._opened()
-        references = cached.references
-        problem = buffers.problem
+        references, drawn = cached.references, (buffers.problem, self._kind)
+        problem, exact = buffers.problem, references.outputs(self._kind)
         for output in problem.outputs:
-            written, reference = buffers.operands[output.name].pointer, counts[output.name]
+            limits = limits_of(problem, output.name, query_deviation(*drawn), *offsets(*drawn))
+            limits = limits.lifted if is_reported(*drawn) else limits
+            written, reference = buffers.operands[output.name].pointer, exact[output.name]
             chunks = references.chunks(self._kind)
             if not chunks or not isinstance(problem, AttentionProblem):
                 name = "" if len(problem.outputs) == 1 else f"{output.name}: "
-                yield name, output, written, reference
+                yield self._comparison(name, output, (written, reference), limits)
                 continue
             for chunk in chunks:
                 shift = chunk.shifts(problem)[output.name]
                 at = written + DTYPE_BYTES[output.dtype] * shift, reference + 4 * shift
-                yield f"{chunk.text}: ", chunk.output(problem), *at
+                yield self._comparison(f"{chunk.text}: ", chunk.output(problem), at, limits)
 
-    def examine_lse(self, lse: Guarded) -> Verdict:
-        """Judge the log-sum-exp of an attention kernel, after `examine`.
+    def _comparison(
+        self, name: str, output: Operand, at: tuple[int, int], limits: Limits
+    ) -> _Comparison:
+        return _Comparison(name, output, at, limits, self._kernels.compare(*at, output, limits))
 
-        Args:
-            lse: device address of the log-sum-exp: fp32 (B, H, SQ), or (H, total_q) for packed
-                sequences.
-
-        Raises:
-            BenchmarkError: when `load` was called without `with_lse`.
-        """
-        buffers, cached = self._opened()
-        references = cached.references
-        problem, stats = buffers.problem, references.statistics(self._kind)
-        if not isinstance(problem, AttentionProblem) or stats is None:
-            raise BenchmarkError("the numerics gate has no log-sum-exp to compare with")
-        rows = lse.bytes // 4
-        statistics = array("d", self._device.read(stats, 16 * rows))
-        values = array("f", self._device.read(lse.pointer, lse.bytes))
-        deviation = {"large_scores": LARGE, "dominant": DOMINANCE}.get(self._kind, 1.0)
-        lost = lost_of(problem, deviation, tops_of(problem, statistics))
-        verdict = judge_lse(values, lse_of(problem, statistics), lost)
-        log = verdict.log and f"{self._kind} inputs: {verdict.log}"
-        return Verdict(verdict.status, verdict.error, log)
-
-    def compare(
-        self, output: int, reference: int, operand: Operand, limits: Limits
-    ) -> OutputComparison:
-        """Compare an output with an fp32 reference of the same memory order.
-
-        Args:
-            output: device address of the output.
-            reference: device address of the reference.
-            operand: shape, strides and type of the output.
-            limits: limits of each element.
-        """
-        result = self._kernels.compare(output, reference, operand, limits)
-        if not limits.whole or not result.is_sound:
-            return result
+    def _resolved(self, compared: _Comparison) -> _Comparison:
+        """A comparison once more, by the whole's root mean square."""
+        result = compared.result()
+        if not compared.limits.whole or not result.is_sound:
+            return compared
         rms = math.sqrt(result.reference_squares / max(1, result.elements))
-        return self._kernels.compare(output, reference, operand, limits.resolved(rms))
+        limits = compared.limits.resolved(rms)
+        return compared._replace(
+            answer=self._kernels.compare(*compared.at, compared.output, limits)
+        )
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
         """Bound launch of the element-wise kernel that copies `size` bytes, on the stream at that
@@ -297,5 +363,15 @@ class Gate:
             raise BenchmarkError("the numerics gate has no problem open")
         return self._buffers, cached
 
-    def _checksum(self, operand: Operand) -> int:
+    def _checksum(self, operand: Operand) -> Answer:
         return self._kernels.checksum(self.pointers[operand.name], operand.bytes)
+
+
+def _judge_lse(problem: AttentionProblem, kind: str, statistics: Answer, lse: Answer) -> Verdict:
+    """Verdict of a log-sum-exp."""
+    exact, values = array("d", statistics.data), array("f", lse.data)
+    deviation = {"large_scores": LARGE, "dominant": DOMINANCE}.get(kind, 1.0)
+    lost = lost_of(problem, deviation, tops_of(problem, exact))
+    verdict = judge_lse(values, lse_of(problem, exact), lost)
+    log = verdict.log and f"{kind} inputs: {verdict.log}"
+    return Verdict(verdict.status, verdict.error, log)

@@ -69,9 +69,7 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
     draw = random.Random(f"{seed}:{kind}")
     for operand in buffers.inputs:
         if operand.name in STARTS:
-            kernels.device.write(
-                buffers.operands[operand.name].pointer, starts_of(problem, operand, kind)
-            )
+            kernels.write(buffers.operands[operand.name].pointer, starts_of(problem, operand, kind))
             continue
         if operand.dtype == "bool":
             *parts, rows, keys = operand.shape
@@ -86,11 +84,11 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
             continue
         if operand.name in _BLOCKS and isinstance(problem, AttentionProblem):
             data = getattr(block_masks.tables(problem, kind, seed), operand.name)
-            kernels.device.write(buffers.operands[operand.name].pointer, data)
+            kernels.write(buffers.operands[operand.name].pointer, data)
             continue
         if operand.name in _TABLES and isinstance(problem, AttentionProblem):
             data = pages.written(problem, operand.name, kind, seed)
-            kernels.device.write(buffers.operands[operand.name].pointer, data)
+            kernels.write(buffers.operands[operand.name].pointer, data)
             continue
         if isinstance(problem, AttentionProblem) and problem.cache and operand.name == "key":
             _fill_quantised(kernels, buffers, problem, kind, draw.getrandbits(62))
@@ -117,7 +115,7 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
         _fill_pages(kernels, buffers, problem, kind)
     if isinstance(problem, AttentionProblem) and problem.block_mask:
         dense = block_masks.tables(problem, kind, seed).dense
-        kernels.device.write(buffers.rows["mask"].pointer, dense)
+        kernels.write(buffers.rows["mask"].pointer, dense)
 
 
 def _fill_quantised(
@@ -125,18 +123,18 @@ def _fill_quantised(
 ) -> None:
     """Write the rows of a quantised cache, and what they stand for."""
     packed, rows = quantised_rows.drawn(problem, kind, seed)
-    kernels.device.write(buffers.rows["key"].pointer, rows)
-    kernels.device.write(buffers.rows[pages.PACKED].pointer, packed)
+    kernels.write(buffers.rows["key"].pointer, rows)
+    kernels.write(buffers.rows[pages.PACKED].pointer, packed)
     if "descale_q" in buffers.rows:
         ones = struct.pack("<f", 1.0) * problem.heads_q
-        kernels.device.write(buffers.rows["descale_q"].pointer, ones)
+        kernels.write(buffers.rows["descale_q"].pointer, ones)
 
 
 def _pack_huge(kernels: Kernels, buffers: Buffers, problem: AttentionProblem) -> None:
     """Quantise keys in which elements were doubled."""
     rows = buffers.rows["key"]
     packed = quantised_rows.packed_huge(problem, kernels.device.read(rows.pointer, rows.bytes))
-    kernels.device.write(buffers.rows[pages.PACKED].pointer, packed)
+    kernels.write(buffers.rows[pages.PACKED].pointer, packed)
 
 
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:

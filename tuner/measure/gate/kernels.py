@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.compile.loading import LoadedKernel
@@ -14,7 +14,7 @@ from tuner.measure import pages
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate.commands import COMMANDS, MATRIX_STRIDES, Command
 from tuner.measure.subjects import Call
-from tuner.measure.tolerance import Limits, OutputComparison
+from tuner.measure.tolerance import Limits
 from tuner.problem import E4M3, AttentionProblem, DType, Operand, Problem, SoftmaxProblem
 
 POISON = 0x7FA5
@@ -28,6 +28,9 @@ fits."""
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 """Element types by the template's numbers."""
 _RESULT_BYTES = 64
+_ALIGN = 256
+REPORT_BYTES = 4 << 20
+"""Bytes of results that wait on the device to be read together."""
 
 
 def poison_of(dtype: DType) -> int:
@@ -44,10 +47,17 @@ class Guarded:
     bytes: int
 
 
-def guarded(pool: Pool, name: str, size: int) -> Guarded:
-    """Allocate a buffer between guard bands from `pool`, 256-byte aligned, of even size."""
-    size += size % 2
-    return Guarded(name, pool.allocate(size + 2 * GUARD_BYTES) + GUARD_BYTES, size)
+def guarded(pool: Pool, sizes: Iterable[tuple[str, int]]) -> dict[str, Guarded]:
+    """Allocate buffers between guard bands from `pool`, 256-byte aligned, of even size: at once,
+    since each allocation takes as long as many kernels.
+    """
+    buffers, end = [], 0
+    for name, size in sizes:
+        size += size % 2
+        buffers.append(Guarded(name, end + GUARD_BYTES, size))
+        end += 2 * GUARD_BYTES + -(-size // _ALIGN) * _ALIGN
+    start = pool.allocate(end) if buffers else 0
+    return {one.name: replace(one, pointer=start + one.pointer) for one in buffers}
 
 
 def _bands(buffer: Guarded) -> tuple[int, int]:
@@ -55,8 +65,23 @@ def _bands(buffer: Guarded) -> tuple[int, int]:
     return buffer.pointer - GUARD_BYTES, buffer.pointer + buffer.bytes
 
 
+class Answer:
+    """Bytes of a result, which are there after `Kernels.collect`."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    @property
+    def number(self) -> int:
+        """Its first word: a count or a sum."""
+        return int.from_bytes(self.data[:8], "little")
+
+
 class Kernels:
     """Kernels of the reference, on one device.
+
+    Results stay on the device until `collect` reads them together. Every wait costs a process that
+    shares its GPU a time slice of each other one.
 
     Args:
         device: device to run on.
@@ -65,7 +90,11 @@ class Kernels:
 
     def __init__(self, device: Device, kernel: LoadedKernel) -> None:
         self.device, self._kernel = device, kernel
-        self._result = device.allocate(_RESULT_BYTES)
+        self._report = device.allocate(REPORT_BYTES)
+        device.fill8(self._report, 0, REPORT_BYTES)
+        self._answers: dict[Answer, tuple[int, int]] = {}
+        """Start and size of each result in the report."""
+        self._reported = 0
 
     def run(
         self,
@@ -94,33 +123,73 @@ class Kernels:
         for band in _bands(buffer):
             self.device.fill16(band, POISON, GUARD_BYTES)
 
-    def strayed(self, buffer: Guarded) -> int:
-        """Number of 16-bit words in both guard bands of a buffer that do not hold the poison."""
-        size = {"bytes": GUARD_BYTES}
-        counts = (self._ask(Command.COUNT_CHANGED, {"data": band}, size) for band in _bands(buffer))
-        return sum(int.from_bytes(data[:8], "little") for data in counts)
+    def write(self, pointer: int, data: bytes) -> None:
+        """Copy from the host, on the stream."""
+        self._copy(self.device.stage(data), pointer, len(data))
 
-    def checksum(self, pointer: int, size: int) -> int:
-        """Checksum of `size` bytes of device memory."""
-        data = self._ask(Command.CHECKSUM, {"data": pointer}, {"bytes": size})
-        return int.from_bytes(data[:8], "little")
+    def fetch(self, pointer: int, size: int) -> Answer:
+        """Copy `size` bytes into the report."""
+        answer, at = self._place(size)
+        self._copy(pointer, at, size)
+        return answer
 
-    def compare(
-        self, output: int, reference: int, operand: Operand, limits: Limits
-    ) -> OutputComparison:
-        """Compare an output with an fp32 reference of the same memory order."""
+    def strayed(self, buffer: Guarded) -> Answer:
+        """Count the 16-bit words in both guard bands of a buffer that do not hold the poison."""
+        answer, at = self._place(_RESULT_BYTES)
+        for band in _bands(buffer):
+            tensors = {"data": band, "result": at}
+            self.run(Command.COUNT_CHANGED, tensors, {"bytes": GUARD_BYTES})
+        return answer
+
+    def checksum(self, pointer: int, size: int) -> Answer:
+        """Sum up `size` bytes of device memory."""
+        answer, at = self._place(_RESULT_BYTES)
+        self.run(Command.CHECKSUM, {"data": pointer, "result": at}, {"bytes": size})
+        return answer
+
+    def compare(self, output: int, reference: int, operand: Operand, limits: Limits) -> Answer:
+        """Compare an output with an fp32 reference of the same memory order. The answer is for
+        `OutputComparison.unpack`.
+        """
         width = max(
             extent
             for extent, stride in zip(operand.shape, operand.strides, strict=True)
             if stride == 1
         )
-        data = self._ask(
+        answer, at = self._place(_RESULT_BYTES)
+        self.run(
             Command.COMPARE,
-            {"out": output, "reference": reference},
+            {"out": output, "reference": reference, "result": at},
             {"dtype": DTYPES[operand.dtype], "n": operand.elements, "width": width},
             {"absolute": limits.absolute, "relative": limits.relative, "row": limits.row},
         )
-        return OutputComparison.unpack(data, operand.elements)
+        return answer
+
+    def collect(self) -> None:
+        """Wait for the stream, and read all results since the last time."""
+        if not self._reported:
+            self.device.wait()
+            return
+        data = self.device.read(self._report, self._reported)
+        for answer, (start, size) in self._answers.items():
+            answer.data = data[start : start + size]
+        self.device.fill8(self._report, 0, self._reported)
+        self._answers.clear()
+        self._reported = 0
+
+    def _place(self, size: int) -> tuple[Answer, int]:
+        """An answer, and the address of its bytes, which are zero."""
+        if size > REPORT_BYTES:
+            raise BenchmarkError(f"a result has {size} bytes, at most {REPORT_BYTES} are read")
+        if self._reported + size > REPORT_BYTES:
+            self.collect()
+        answer, start = Answer(), self._reported
+        self._answers[answer] = (start, size)
+        self._reported += -(-size // _RESULT_BYTES) * _RESULT_BYTES
+        return answer, self._report + start
+
+    def _copy(self, source: int, target: int, size: int) -> None:
+        self.run(Command.COPY, {"source": source, "target": target}, {"bytes": size})
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
         """Bound launch of the element-wise kernel that copies `size` bytes, on the stream at
@@ -129,17 +198,6 @@ class Kernels:
         tensors = {"source": source, "target": target}
         ordered = _ordered(Command.COPY, tensors, {"bytes": size})
         return lambda: self._kernel.launch(*ordered, 0, stream())
-
-    def _ask(
-        self,
-        command: Command,
-        tensors: Mapping[str, int],
-        integers: Mapping[str, int],
-        scalars: Mapping[str, float] | None = None,
-    ) -> bytes:
-        self.device.fill8(self._result, 0, _RESULT_BYTES)
-        self.run(command, {**tensors, "result": self._result}, integers, scalars)
-        return self.device.read(self._result, _RESULT_BYTES)
 
 
 def _ordered(
@@ -166,22 +224,17 @@ class Buffers:
     def __init__(self, device: Device, problem: Problem, strides: Strides) -> None:
         self.problem, self.strides = problem, strides
         self._pool = Pool(device)
-        self.operands = {
-            operand.name: guarded(self._pool, operand.name, operand.bytes)
-            for operand in self._memory()
-        }
+        self.operands = guarded(self._pool, ((one.name, one.bytes) for one in self._memory()))
         self.rows: dict[str, Guarded] = {}
         """Tensors that only the gate reads: keys and values of a paged cache as packed rows, which
         are copied to its pages, and the dense form of a block-sparse mask.
         """
         if isinstance(problem, AttentionProblem) and problem.is_paged:
-            self.rows = {
-                name: guarded(self._pool, name, size) for name, size in pages.row_bytes(problem)
-            }
+            self.rows = guarded(self._pool, pages.row_bytes(problem))
         if isinstance(problem, AttentionProblem) and problem.block_mask:
             batches, heads, *_ = problem.block_shape
             size = batches * heads * problem.seqlen_q * problem.seqlen_kv
-            self.rows = {"mask": guarded(self._pool, "mask", size)}
+            self.rows = guarded(self._pool, [("mask", size)])
 
     @property
     def pointers(self) -> dict[str, int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from tuner.errors import BenchmarkError
 from tuner.families.arguments import WINDOW
 from tuner.measure.device import Pool
 from tuner.measure.gate.chunks import RowChunk, chunks_of, is_sampled
@@ -62,6 +64,8 @@ class References:
         """Inputs of gradients: attention's exact output and its row statistics."""
         self._statistics: dict[str, int] = {}
         """Maximum and sum of exponentials of each row of attention, if kept."""
+        self._temporary: dict[str, int] = {}
+        """Memory of one computation by its use, which the next one takes over."""
 
     def outputs(self, kind: str) -> Mapping[str, int]:
         """Address of each output's fp32 reference."""
@@ -94,10 +98,15 @@ class References:
             self._statistics[kind] = self._pool.allocate(16 * score_rows(problem))
         if kind in self._outputs:
             return False
-        self._outputs[kind] = {
-            output.name: self._pool.allocate(4 * output.elements) for output in problem.outputs
-        }
-        self.compute(kind)
+        sizes = [4 * output.elements for output in problem.outputs]
+        starts = itertools.accumulate(sizes, initial=self._pool.allocate(sum(sizes)))
+        names = (output.name for output in problem.outputs)
+        self._outputs[kind] = dict(zip(names, starts, strict=False))
+        try:
+            self.compute(kind)
+        except BenchmarkError:
+            del self._outputs[kind]
+            raise
         return True
 
     def close(self) -> None:
@@ -128,13 +137,12 @@ class References:
             },
         )
         if forward.is_varlen:
-            device = self._kernels.device
-            device.wait()
-            lse = lse_of(forward, array("d", device.read(statistics, 16 * rows)))
-            device.write(at["logsumexp"], array("f", lse).tobytes())
+            exact_rows = array("d", self._kernels.device.read(statistics, 16 * rows))
+            lse = array("f", lse_of(forward, exact_rows))
+            self._kernels.write(at["logsumexp"], lse.tobytes())
 
     def compute(self, kind: str) -> None:
-        """Compute the reference of the inputs in the buffers."""
+        """Compute the reference of the inputs in the buffers, on the device's stream."""
         problem, references = self._buffers.problem, self._outputs[kind]
         at = self._buffers.pointers
         reference = references[problem.output.name]
@@ -175,7 +183,12 @@ class References:
                 softmax_integers(problem),
                 {"scale": scale},
             )
-        self._kernels.device.wait()
+
+    def _temporarily(self, use: str, size: int) -> int:
+        """Memory for `use`, of one size for all kinds of inputs."""
+        if use not in self._temporary:
+            self._temporary[use] = self._pool.allocate(size)
+        return self._temporary[use]
 
     def _compute_attention(
         self, problem: AttentionProblem, kind: str, scale: float, reference: int
@@ -185,10 +198,9 @@ class References:
             return
         at = self._buffers.sources
         extra = {name: at[name] for name in ATTENTION_OTHERS if name in at}
-        with Pool(self._kernels.device) as pool:
-            statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
-            self._run_attention(problem, kind, (reference, statistics), extra, scale)
-            self._kernels.device.wait()
+        statistics = self._statistics.get(kind)
+        statistics = statistics or self._temporarily("statistics", 16 * score_rows(problem))
+        self._run_attention(problem, kind, (reference, statistics), extra, scale)
 
     def _compute_chunks(
         self, problem: AttentionProblem, chunks: Sequence[RowChunk], scale: float, reference: int
@@ -196,26 +208,31 @@ class References:
         """Compute the chunks side by side: the kernel has two blocks for each, and its time grows
         with the keys.
         """
-        at, width, device = self._buffers.sources, DTYPE_BYTES[problem.dtype], self._kernels.device
-        with Pool(device) as pool:
-            rows = max(c.rows * c.heads for c in chunks)
-            sums = [pool.allocate(16 * rows) for _ in range(LANES)]
-            lanes = list(zip(device.fork(LANES), sums, strict=True))
-            for one, (stream, statistics) in zip(chunks, itertools.cycle(lanes), strict=False):
-                shifts = one.shifts(problem)
+        at, width = self._buffers.sources, DTYPE_BYTES[problem.dtype]
+        rows = max(c.rows * c.heads for c in chunks)
+        sums = self._temporarily("chunks", 16 * rows * LANES)
+        with self._lanes(LANES) as lanes:
+            for number, one in enumerate(chunks):
+                shifts, lane = one.shifts(problem), number % LANES
                 self._kernels.run(
                     Command.ATTENTION,
                     {
                         **{n: at[n] + width * shifts[n] for n in ("query", "key", "value")},
-                        **{"out": reference + 4 * shifts["out"], "statistics": statistics},
+                        **{"out": reference + 4 * shifts["out"]},
+                        **{"statistics": sums + 16 * rows * lane},
                         **dict.fromkeys(ATTENTION_OTHERS, 0),
                     },
                     {"dtype": DTYPES[problem.dtype], **one.integers(problem)},
                     {"scale": scale, "softcap": problem.softcap},
-                    stream=stream,
+                    stream=lanes[lane],
                 )
-            device.join(LANES)
-            device.wait()
+
+    @contextmanager
+    def _lanes(self, parts: int) -> Iterator[Sequence[int]]:
+        """Streams for parts that are computed side by side, at most `LANES`."""
+        count = min(parts, LANES)
+        yield self._kernels.device.fork(count)
+        self._kernels.device.join(count)
 
     def _run_attention(
         self,
@@ -225,7 +242,7 @@ class References:
         extra: Mapping[str, int],
         scale: float,
     ) -> None:
-        """Run attention: sequence by sequence if their lengths vary, else all at once.
+        """Run attention: a launch for each sequence if their lengths vary, else one.
 
         Args:
             problem: attention over the operands `query`, `key` and `value`.
@@ -236,24 +253,27 @@ class References:
         """
         at = self._buffers.sources
         reference, statistics = results
-        for one, shift, sides in parts_of(problem, kind):
-            self._kernels.run(
-                Command.ATTENTION,
-                {
-                    **{name: at[name] + shift[name] for name in ("query", "key", "value")},
-                    **{"out": reference + shift["reference"], "statistics": statistics},
-                    **{name: extra.get(name, 0) for name in ATTENTION_OTHERS},
-                },
-                {
-                    "dtype": DTYPES[one.dtype],
-                    **attention_integers(one, 4),
-                    **dict(zip(WINDOW, sides, strict=True)),
-                    **dict(zip(MASK_STRIDES, one.mask_strides, strict=True)),
-                    "value_dim": one.value_width,
-                },
-                {"scale": scale, "softcap": one.softcap},
-            )
-            statistics += 16 * score_rows(one)
+        parts = [(one, {**shift}, sides) for one, shift, sides in parts_of(problem, kind)]
+        with self._lanes(len(parts)) as lanes:
+            for (one, shift, sides), lane in zip(parts, itertools.cycle(lanes), strict=False):
+                self._kernels.run(
+                    Command.ATTENTION,
+                    {
+                        **{name: at[name] + shift[name] for name in ("query", "key", "value")},
+                        **{"out": reference + shift["reference"], "statistics": statistics},
+                        **{name: extra.get(name, 0) for name in ATTENTION_OTHERS},
+                    },
+                    {
+                        "dtype": DTYPES[one.dtype],
+                        **attention_integers(one, 4),
+                        **dict(zip(WINDOW, sides, strict=True)),
+                        **dict(zip(MASK_STRIDES, one.mask_strides, strict=True)),
+                        "value_dim": one.value_width,
+                    },
+                    {"scale": scale, "softcap": one.softcap},
+                    stream=lane,
+                )
+                statistics += 16 * score_rows(one)
 
     def _compute_gradients(
         self,
@@ -268,76 +288,80 @@ class References:
         nearly equal sums, and from the exact output it would be another number.
         """
         forward, at = problem.forward, self._buffers.pointers
-        with Pool(self._kernels.device) as pool:
-            delta = pool.allocate(8 * score_rows(forward))
-            _, statistics = self._kept[kind]
-            for one, shift, sides in parts_of(forward, kind):
-                shift = {**shift, "out": shift["query"], "grad_out": shift["query"]}
-                inputs = ("query", "key", "value", "out", "grad_out")
-                self._kernels.run(
-                    Command.GRADIENTS,
-                    {
-                        **{name: at[name] + shift[name] for name in inputs},
-                        **{"statistics": statistics, "delta": delta},
-                        # fp32 beside tensors of 16 bits
-                        **{f"grad_{n}": references[f"grad_{n}"] + 2 * shift[n] for n in inputs[:3]},
-                    },
-                    {
-                        "dtype": DTYPES[problem.dtype],
-                        **attention_integers(one, 4),
-                        **dict(zip(WINDOW, sides, strict=True)),
-                    },
-                    {"scale": scale, "softcap": problem.softcap},
-                )
-                statistics += 16 * score_rows(one)
-            self._kernels.device.wait()
+        delta = self._temporarily("delta", 8 * score_rows(forward))
+        _, statistics = self._kept[kind]
+        for one, shift, sides in parts_of(forward, kind):
+            shift = {**shift, "out": shift["query"], "grad_out": shift["query"]}
+            inputs = ("query", "key", "value", "out", "grad_out")
+            self._kernels.run(
+                Command.GRADIENTS,
+                {
+                    **{name: at[name] + shift[name] for name in inputs},
+                    **{"statistics": statistics, "delta": delta},
+                    # fp32 beside tensors of 16 bits
+                    **{f"grad_{n}": references[f"grad_{n}"] + 2 * shift[n] for n in inputs[:3]},
+                },
+                {
+                    "dtype": DTYPES[problem.dtype],
+                    **attention_integers(one, 4),
+                    **dict(zip(WINDOW, sides, strict=True)),
+                },
+                {"scale": scale, "softcap": problem.softcap},
+            )
+            statistics += 16 * score_rows(one)
 
     def _compute_groups(
         self, problem: GroupedGemmProblem, kind: str, scale: float, reference: int
     ) -> None:
-        """Compute a grouped GEMM, one group with rows after the other."""
+        """Compute a grouped GEMM, a launch for each group with rows."""
         n, k, width = problem.n, problem.k, DTYPE_BYTES[problem.dtype]
         factors = {operand.name: operand for operand in problem.operands[3:-1]}
         step = factors["scale_a"].strides[0] if factors else 0
         start, at = 0, self._buffers.pointers
-        for group, rows in enumerate(group_rows(problem, kind)):
-            a, b = at["a"] + start * k * width, at["b"] + group * n * k * width
-            scales = {"scale_a": 0, "scale_b": 0}
-            if factors:
-                shift = 4 * group * factors["scale_b"].strides[0]
-                scales = {"scale_a": at["scale_a"] + 4 * start, "scale_b": at["scale_b"] + shift}
-            if rows:
-                self._kernels.run(
-                    Command.GEMM,
-                    {**_PLAIN_TENSORS, "a": a, "b": b, "d": reference + 4 * start * n, **scales},
-                    {**_plain_product(problem.dtype, rows, n, k), "scale_a_block": step},
-                    {"alpha": scale, "beta": 1.0},
-                )
-            start += rows
+        with self._lanes(problem.groups) as lanes:
+            for group, rows in enumerate(group_rows(problem, kind)):
+                a, b = at["a"] + start * k * width, at["b"] + group * n * k * width
+                scales = {"scale_a": 0, "scale_b": 0}
+                if factors:
+                    shift = 4 * group * factors["scale_b"].strides[0]
+                    shifts = {"scale_a": 4 * start, "scale_b": shift}
+                    scales = {name: at[name] + shift for name, shift in shifts.items()}
+                if rows:
+                    self._kernels.run(
+                        Command.GEMM,
+                        {
+                            **_PLAIN_TENSORS,
+                            "a": a,
+                            "b": b,
+                            "d": reference + 4 * start * n,
+                            **scales,
+                        },
+                        {**_plain_product(problem.dtype, rows, n, k), "scale_a_block": step},
+                        {"alpha": scale, "beta": 1.0},
+                        stream=lanes[group % len(lanes)],
+                    )
+                start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
         """Compute both projections in the order of the weights' rows, then SwiGLU of the pairs."""
         m, n, k = problem.m, problem.n, problem.k
-        at = self._buffers.pointers
-        with Pool(self._kernels.device) as pool:
-            halves = pool.allocate(4 * m * 2 * n)
-            self._kernels.run(
-                Command.GEMM,
-                {**_PLAIN_TENSORS, "a": at["a"], "b": at["weights"], "d": halves},
-                _plain_product(problem.dtype, m, 2 * n, k),
-                {"alpha": scale, "beta": 1.0},
-            )
-            steps = [stride // k for stride in problem.operands[1].strides[:-1]]
-            pair, group, lane, chunk = steps
-            self._kernels.run(
-                Command.GATE_PAIRS,
-                {"both": halves, "out": reference},
-                {
-                    **{"rows": m, "n": n},
-                    **{"pair": pair, "group": group, "lane": lane, "chunk": chunk},
-                },
-            )
-            self._kernels.device.wait()
+        at, halves = self._buffers.pointers, self._temporarily("halves", 4 * m * 2 * n)
+        self._kernels.run(
+            Command.GEMM,
+            {**_PLAIN_TENSORS, "a": at["a"], "b": at["weights"], "d": halves},
+            _plain_product(problem.dtype, m, 2 * n, k),
+            {"alpha": scale, "beta": 1.0},
+        )
+        steps = [stride // k for stride in problem.operands[1].strides[:-1]]
+        pair, group, lane, chunk = steps
+        self._kernels.run(
+            Command.GATE_PAIRS,
+            {"both": halves, "out": reference},
+            {
+                **{"rows": m, "n": n},
+                **{"pair": pair, "group": group, "lane": lane, "chunk": chunk},
+            },
+        )
 
 
 def _plain_product(dtype: str, m: int, n: int, k: int) -> dict[str, int]:
