@@ -15,6 +15,7 @@ from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem
+from tuner.problem.packed import PackedProblem
 from tuner.problem.population import ModelCall
 from tuner.selection.portfolio import serving, shipped
 
@@ -66,7 +67,9 @@ def measured(case: Draw, _: Namespace) -> Row:
     from benchmarks.cliffs_calls import measured as call_measured
 
     problem: Any = case.call.problem
-    named = configs(problem)
+    is_packed = isinstance(case.call, Packed)
+    known = PackedProblem.of(problem, case.call.lengths).stepped if is_packed else problem
+    named = configs(known)
     runners = {name: _runner(case, config) for name, config in named.items()}
 
     def further(operands: Callable[[int], Sequence[Any]]) -> Mapping[str, Callable[[int], Any]]:

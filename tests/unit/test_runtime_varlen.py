@@ -146,15 +146,20 @@ def test_calls_of_like_sizes_are_of_one_kind(
 ) -> None:
     served = serve(on_cpu, monkeypatch)
     inputs = packed(4, torch.float16)
-    for longest, options in (((7, 9), {}), ((8, 16), {}), ((8, 17), {}), ((7, 9), {"scale": 2.0})):
+    for longest, options in (
+        ((9, 17), {}),
+        ((10, 20), {}),
+        ((10, 21), {}),
+        ((9, 17), {"scale": 2.0}),
+    ):
         varlen(*inputs, *longest, **options)
     kinds = [kind for kind, _ in served.posed]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
     assert [integers[3:5] for _, integers, _ in served.launched] == [
-        (7, 9),
-        (8, 16),
-        (8, 17),
-        (7, 9),
+        (9, 17),
+        (10, 20),
+        (10, 21),
+        (9, 17),
     ]
 
 

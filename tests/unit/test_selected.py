@@ -12,7 +12,9 @@ import pytest
 
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families.attention_work import TERMS
 from tuner.families.by_operation import domain_of
+from tuner.families.fused_attention.packing import tile_m
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.families.work import FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
@@ -23,6 +25,7 @@ from tuner.selection.portfolio import Portfolio, shipped
 
 HEADS = ((16, 16), (32, 8), (28, 4), (71, 1), (14, 2), (1, 1), (64, 8))
 SIZES = (1, 8, 16, 17, 100, 256, 257, 1000, 4104, 50000, 1 << 20)
+LEAST_CLOCKS = {64: 0.116, 96: 0.16, 128: 0.19, 192: 0.26, 256: 0.35}
 WIDTHS = (8, 64, 800, 4096, 14336, 28672, 151936)
 
 
@@ -33,6 +36,11 @@ def expected_us(
     amounts = one.family.work(problem, config, gpu)
     us = math.fsum(us * amount for us, amount in zip(one.priced, amounts, strict=True))
     if isinstance(problem, AttentionProblem):
+        if problem.is_varlen and not problem.is_paged and "warp_groups" in config.params:
+            scores = amounts[TERMS.index("mean_steps")] * tile_m(config.params) * config["tile_n"]
+            width = min(width for width in LEAST_CLOCKS if width >= problem.head_dim)
+            alone = 1.2 if config["warp_groups"] == 1 else 1.0
+            us = max(us, scores * alone * LEAST_CLOCKS[width] / gpu.clock_max_mhz)
         if models.regime.l2 == "warm":
             return us
         share = 0.935 if gpu.name == "NVIDIA H100 80GB HBM3" else 0.98

@@ -7,6 +7,7 @@ measurements.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -17,6 +18,8 @@ from tuner.hardware import Gpu
 from tuner.problem import DTYPE_BYTES, AttentionProblem
 
 MEGABYTE = 1e6
+SAMPLED = 8
+"""Lengths that stand for those of packed sequences beside the longest."""
 PACKING = frozenset({"packed_heads", "pads_heads"})
 """Parameters that say which query heads share a tile's rows."""
 #: Share of the memory's bandwidth above which one more block on a multiprocessor stops helping: of
@@ -100,6 +103,11 @@ class AttentionSizes(NamedTuple):
     """Bytes read and written at least."""
     outputs: int
     """Elements."""
+    sequences: int = 0
+    """Packed sequences; 0: none are packed. The other sizes are those of as many of the longest."""
+    rows_q: int = 0
+    rows_kv: int = 0
+    """Rows of queries and of keys of all packed sequences."""
 
     @property
     def megabytes(self) -> float:
@@ -113,15 +121,20 @@ class AttentionSizes(NamedTuple):
         head_dim, heads = problem.head_dim, batch * problem.heads_q
         width = DTYPE_BYTES[problem.dtype] * head_dim
         heads_kv = batch * problem.heads_kv
-        moved = 2 * width * (heads_kv * keys + heads * queries)
         is_masked = problem.is_causal
         left, right = queries, 0 if is_masked else keys
         if problem.page_size or problem.window_left >= 0 or problem.window_right >= 0:
             is_masked = is_masked or problem.is_windowed
             left, right = problem.visible
             left, right = left - problem.position, max(0, right + problem.position)
-        outputs = heads * queries * head_dim
-        return cls(queries, keys, heads, heads_kv, is_masked, left, right, width, moved, outputs)
+        rows, rows_kv, packed = heads * queries, heads_kv * keys, (0, 0, 0)
+        if problem.is_varlen and not problem.page_size:
+            packed = batch, problem.total_q, problem.total_kv
+            rows, rows_kv = packed[1] * problem.heads_q, packed[2] * problem.heads_kv
+        return cls(
+            *(queries, keys, heads, heads_kv, is_masked, left, right, width),
+            *(2 * width * (rows_kv + rows), rows * head_dim, *packed),
+        )
 
 
 def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[float, ...]:
@@ -129,15 +142,24 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
     presence is known, and several splits are a symbol.
     """
     rows, keys, resident, packed, splits, _, pads_heads, fills_rows = tiling
-    seqlen_q, seqlen_kv, heads, heads_kv, is_masked, left, right, row_bytes, moved, outputs = sizes
+    seqlen_q, seqlen_kv, heads, heads_kv, is_masked, left, right, *others = sizes
+    row_bytes, moved, outputs, sequences, *_, rows_kv = others
     sm_count = gpu.sm_count
     queries = rows // (heads // heads_kv) if fills_rows else rows // packed or 1
     tiles = -(-seqlen_q // queries)
+    is_packed = sequences != 0
+    if is_packed:
+        heads, heads_kv = heads // sequences, heads_kv // sequences
+        unlike = called(_unlike, *sizes[:2], *sizes[-3:], queries, keys, is_masked)
+        tiles = unlike[0]
     reading = tiles * heads_kv if pads_heads else tiles * heads // packed
     blocks = reading * splits
     longest = -(-seqlen_kv // keys)
     mean: float = longest
-    if is_masked and right == 0 and left == seqlen_q:  # the last block has the most
+    read = reading * seqlen_kv
+    if is_packed:
+        mean, read = unlike[1] / tiles, unlike[2] * reading / tiles
+    elif is_masked and right == 0 and left == seqlen_q:  # the last block has the most
         longest = smaller(longest, -(-seqlen_q // keys))
         more = called(_others, tiles, queries, keys)
         cut = called(_steps, seqlen_q, seqlen_kv, left, right, queries, keys)
@@ -169,7 +191,7 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
         larger(share * mean, longest * resident) if is_masked else 0.0,
         where(seqlen_kv, aligned, 0.0, round_steps),
         where(seqlen_kv, aligned, round_steps, 0.0),
-        (reading - heads_kv) * seqlen_kv * row_bytes * (2 / MEGABYTE),
+        (read - heads_kv * (rows_kv if is_packed else seqlen_kv)) * row_bytes * (2 / MEGABYTE),
     )
 
 
@@ -253,3 +275,40 @@ def _others(tiles: int, queries: int, keys: int) -> tuple[int, int]:
     step = -(-tiles // 16)
     ends = range((tiles - step) * queries, 0, -step * queries)
     return sum(-(-end // keys) for end in ends), 1 + len(ends)
+
+
+@lru_cache(1 << 12)
+def _unlike(
+    seqlen_q: int,
+    seqlen_kv: int,
+    sequences: int,
+    rows_q: int,
+    rows_kv: int,
+    queries: int,
+    keys: int,
+    is_masked: bool,
+) -> tuple[int, float, float]:
+    """Tiles of a head over packed sequences, their key steps, and keys that they read.
+
+    The host knows the longest length and the sum of all. The others' lengths are taken as powers of
+    evenly spread numbers that have this sum.
+    """
+    others, tiles, steps, read = sequences - 1, 0.0, 0.0, 0.0
+    count = min(others, SAMPLED)
+    powers = [
+        max(0.0, longest / max(1.0, (rows - longest) / max(1, others)) - 1)
+        for longest, rows in ((seqlen_q, rows_q), (seqlen_kv, rows_kv))
+    ]
+    for place in range(count + 1):
+        share = 1.0 if place == count else (place + 0.5) / count
+        length = math.ceil(seqlen_q * share ** powers[0]) or 1
+        length_kv = math.ceil(seqlen_kv * share ** powers[1]) or 1
+        mine = -(-length // queries)
+        mean: float = -(-length_kv // keys)
+        if is_masked and mine > 1:
+            mean = min(mean, 0.5 + (mine + 1) * queries / (2 * keys))
+        weight = 1.0 if place == count else others / count
+        tiles += weight * mine
+        steps += weight * mine * mean
+        read += weight * mine * length_kv
+    return math.ceil(tiles), steps, read

@@ -149,6 +149,12 @@ class Domain(ABC):
     def vendors(self) -> frozenset[str]:
         """Names, in the vendor family, of PyTorch's own kernels for such calls."""
 
+    def clocks(self, kernel: Config) -> float:
+        """Fewest clocks that a multiprocessor takes for a score, by which a time model is bounded;
+        0: not known.
+        """
+        return 0.0
+
     def pytorchs_factor(self, problem: Any) -> float:
         """PyTorch's time for a problem, over that of its time model."""
         return 1.0

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from tuner.config import Config
 from tuner.families import find
+from tuner.families.attention_work import TERMS
 from tuner.families.base import Family
 from tuner.families.by_operation import AnyDomain
 from tuner.families.peers.sdpa import BACKENDS
@@ -100,16 +101,21 @@ class Candidate:
         rates = {term: us * time_ratio(term, old, new) for term, us in self.rates.items()}
         return replace(self, rates=rates)
 
-    def us(self, sizes: Any, tiling: Any, gpu: Gpu) -> Any:
+    def us(self, sizes: Any, tiling: Any, gpu: Gpu, clocks: float = 0.0) -> Any:
         """Expected time, microseconds; may be traced.
 
         Args:
             sizes: sizes of a problem, as of `tuner.families.work.sizes_of`.
             tiling: result of `Family.tiling`, with the number of splits of the call.
             gpu: GPU that it runs on.
+            clocks: the domain's `clocks` of the kernel.
         """
         amounts = self.family.amounts(sizes, tiling, gpu) if self.family else ()
-        return weighted(self.priced, amounts) if amounts else 0.0
+        us = weighted(self.priced, amounts) if amounts else 0.0
+        if not (amounts and clocks and gpu.clock_max_mhz):
+            return us
+        scores = amounts[TERMS.index("mean_steps")] * (tiling.rows * tiling.keys)
+        return larger(scores * (clocks / gpu.clock_max_mhz), us)
 
 
 Estimate = tuple[float, float, int, int]
@@ -367,7 +373,8 @@ class DomainTimes:
                 splits = loop.argument("count") if counts != (1,) else 1
             if is_scheduled and family.is_split(config):
                 tiling = tiling._replace(splits=splits)
-            us = expected.bounded(one.us(block.sizes, tiling, self.gpu))
+            clocks = self.models.domain.clocks(config)
+            us = expected.bounded(one.us(block.sizes, tiling, self.gpu, clocks))
             doubt = 1 + self.models.margin * one.p90_error
             least = expected.here(us * doubt) * expected.margin
             row = f"({least}, {expected.here(us)}, {place}, {splits})"

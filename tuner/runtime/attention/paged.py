@@ -147,7 +147,8 @@ class PagedCall(Paged, Call):
             page_size=self.key.shape[1],
             has_sinks=self.sinks is not None,
         )
-        return Posed(problem, self.scale, is_unlike=self.is_unlike)
+        unlike = replace(problem, is_varlen=True) if self.is_unlike else None
+        return Posed(problem, self.scale, unlike)
 
     def sized(self, plan: Plan) -> KernelPlan | Refusal:
         """The plan's launches for this call's sizes and strides, or the reason why it has none."""

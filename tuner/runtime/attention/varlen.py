@@ -13,6 +13,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.problem.attention import rounded
+from tuner.problem.packed import PackedProblem, stepped
 from tuner.runtime.attention import flash2
 from tuner.runtime.attention.attention_call import scale_of
 from tuner.runtime.call import devices, guards, native
@@ -21,24 +22,6 @@ from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import Call, PlannedCall, find, serve
 from tuner.runtime.call.table import table
 from tuner.runtime.training.recorded import Tensors, recorded
-
-
-@dataclass(frozen=True)
-class _Sized(AttentionProblem):
-    """A call's problem, with the call's own numbers of packed rows in place of those that kernels
-    are measured with.
-    """
-
-    rows_q: int = 0
-    rows_kv: int = 0
-
-    @property
-    def total_q(self) -> int:
-        return self.rows_q
-
-    @property
-    def total_kv(self) -> int:
-        return self.rows_kv
 
 
 class _Packed(NamedTuple):
@@ -93,8 +76,14 @@ class VarlenCall(_Packed, Call):
         return (
             *("varlen", query.shape[1:], self.value.shape[1:], query.dtype, query.device),
             *(self.is_causal, self.scale),
-            *map(rounded, (self.batch, self.longest_q, self.longest_kv)),
+            *map(stepped, self._sizes),
         )
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int, int]:
+        """`SIZES` of the sequences."""
+        rows = self.query.shape[0], self.key.shape[0]
+        return self.batch, self.longest_q, self.longest_kv, *rows
 
     def pose(self) -> Posed:
         query, key, value = self.query, self.key, self.value
@@ -111,7 +100,7 @@ class VarlenCall(_Packed, Call):
             is_varlen=True,
             value_dim=value.shape[2],
         )
-        return Posed(problem, self.scale)
+        return Posed(problem, self.scale, PackedProblem.sized(problem, *self._sizes).stepped)
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         out = table.run(*self._launch(plan))
@@ -182,14 +171,14 @@ class VarlenCall(_Packed, Call):
 
 @dataclass(frozen=True)
 class _SizedBackward(AttentionBackwardProblem):
-    """As `_Sized`, for gradients."""
+    """As `PackedProblem`, for gradients."""
 
     rows_q: int = 0
     rows_kv: int = 0
 
     @property
     def forward(self) -> AttentionProblem:
-        return _Sized(
+        return PackedProblem(
             seqlen_q=self.seqlen_q,
             seqlen_kv=self.seqlen_kv,
             head_dim=self.head_dim,
@@ -287,7 +276,7 @@ def attention_varlen(
     read on the host, which cannot be captured in a CUDA graph. Each such call is counted by its
     reason (`tuner.stats`).
 
-    Kernels are selected by B and the longest lengths, each rounded up to a power of two. They do
+    Kernels are selected by B, the longest lengths and the numbers of rows, all rounded up. They do
     not check the lengths on the device. cu_seqlens must begin with 0, never decrease, and end
     within the tensors, and no sequence may exceed the given longest lengths.
     Values behind a sequence, up to the next whole tile, are multiplied by zero. An infinity or a
@@ -370,7 +359,7 @@ def _sized(
     if not isinstance(known, AttentionProblem):
         raise ConfigError(f"{known.op} has no packed sequences")
     batch, longest_q, longest_kv = sizes
-    problem = _Sized(
+    problem = PackedProblem(
         seqlen_q=longest_q,
         seqlen_kv=longest_kv,
         head_dim=shape_q[2],

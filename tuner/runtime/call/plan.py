@@ -45,13 +45,13 @@ class Posed:
     """Problem to look up."""
     scale: float = 1.0
     """Factor of attention's scores; alpha of a product."""
+    estimated: Problem | None = None
+    """Problem of sequences of unlike lengths that a selection estimates in its place."""
     shape: tuple[int, ...] = ()
     """Shape of the output, contiguous; empty: that of the problem's output."""
     strides: Strides = field(default_factory=dict)
     """Strides of tensors that differ from the problem's operands. In dimensions of one element they
     are the operand's."""
-    is_unlike: bool = False
-    """Only the device knows the lengths of the sequences: a selection takes them as unlike."""
     run: Callable[[Plan | None], object] | None = field(default=None, compare=False)
     """Function that enqueues the call by a plan, or by PyTorch for None, to be timed. None: the
     call is not to be timed."""

@@ -188,9 +188,7 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
     if rule := rule_of(problem):
         selection = rule.select(problem, gpu)
     elif mine := _portfolio_of(problem, gpu):
-        if posed.is_unlike and isinstance(problem, AttentionProblem):
-            problem = replace(problem, is_varlen=True)
-        selection = mine.select(problem)
+        selection = mine.select(posed.estimated or problem)
     if selection is None:
         return _without_selection(posed, gpu, device, excluded)
     candidates = _Candidates(posed, gpu, device, excluded, selection)

@@ -25,8 +25,8 @@ from tuner.families.by_operation import AnyDomain
 from tuner.families.fitting import Constants, FitGroup
 from tuner.families.target import DTYPES
 from tuner.hardware import Gpu
-from tuner.problem import Problem, problem_from_json
-from tuner.search.fits.refit import Refit, portfolio_file, rows
+from tuner.problem import Problem
+from tuner.search.fits.refit import Refit, portfolio_file, problem_of, rows
 from tuner.selection import portfolio_json
 from tuner.selection.candidates import Candidate, DomainModels, Spread
 from tuner.selection.choice import Selection
@@ -83,7 +83,7 @@ def calls(
     """
     timed: list[KernelCall] = []
     for row in documents:
-        problem = problem_from_json(row["problem"])
+        problem = problem_of(row)
         portfolio = portfolios.get(problem.op)
         selection = portfolio.select(problem) if portfolio and "configs" in row else None
         if selection is None:

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 from tuner.errors import ConfigError
 from tuner.families.by_operation import AnyDomain
 from tuner.hardware import Gpu
-from tuner.problem import problem_from_json
 from tuner.search.fits.kernels_fit import measured_us
-from tuner.search.fits.refit import Refit, portfolio_file, rows
+from tuner.search.fits.refit import Refit, portfolio_file, problem_of, rows
 from tuner.selection import portfolio_json
 from tuner.selection.choice import Selection, choose
 from tuner.selection.portfolio import Portfolio, shipped
@@ -57,7 +56,7 @@ def calls(
     """
     timed: list[RatioCall] = []
     for row in documents:
-        problem, us = problem_from_json(row["problem"]), row.get("us", {})
+        problem, us = problem_of(row), row.get("us", {})
         portfolio = portfolios.get(problem.op)
         if portfolio is None or not {"tuner", "pytorch"} <= us.keys():
             continue

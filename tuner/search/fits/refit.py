@@ -6,7 +6,7 @@ import gzip
 import importlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,8 @@ from tuner.base import document, output, resources
 from tuner.errors import ConfigError
 from tuner.families.fitting import Constants, FitGroup
 from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, Problem, problem_from_json
+from tuner.problem.packed import PackedProblem
 from tuner.selection.describe import table
 
 _GZIP = b"\x1f\x8b"
@@ -121,6 +123,14 @@ def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
     if not parsed:
         raise ConfigError("no row to fit to (wanted: FILE of a bench, as its --json writes it)")
     return parsed
+
+
+def problem_of(row: Mapping[str, Any]) -> Problem:
+    """The problem of a row, with the rows of its packed sequences where it has their lengths."""
+    problem = problem_from_json(row["problem"])
+    if isinstance(problem, AttentionProblem) and "lengths" in row:
+        return PackedProblem.of(problem, row["lengths"])
+    return problem
 
 
 def of_family(module: str, files: Sequence[Path], gpu: Gpu) -> Refit:
