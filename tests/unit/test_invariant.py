@@ -269,6 +269,9 @@ from tuner.runtime.call import invariance  # noqa: E402
 
 machine, serving = fake_machine, portfolio_serving
 BATCH = "batch"
+E4M3_TYPE, ONE = torch.float8_e4m3fn, torch.ones(1, 1)
+STARTS = torch.tensor([0, 8, 16], dtype=torch.int32)
+TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
 
 
 @pytest.fixture
@@ -331,12 +334,20 @@ def test_products_and_attention_without_a_kernel_are_errors(serving: Serving, dt
     import tuner
 
     a, b = (torch.ones(16, 24, dtype=getattr(torch, dtype)) for _ in range(2))
+    packed, caches = [torch.ones(16, 2, 32)] * 3, [torch.ones(2, 16, 2, 32)] * 2
+    latent = torch.ones(2, 1, 16, 576).half(), torch.ones(2, 16, 576).half()
     calls: tuple[Any, ...] = (
         lambda: tuner.linear(a, b),
         lambda: tuner.linear(a, b.requires_grad_()),
         lambda: tuner.matmul(a, b.t()),
         lambda: tuner.matmul(a, b.t(), out=torch.empty(16, 16, dtype=a.dtype)),
+        lambda: tuner.matmul(torch.stack((a, a)), torch.stack((b.t(), b.t()))),
         lambda: tuner.swiglu(a, torch.ones(64, 24, dtype=a.dtype)),
+        lambda: tuner.scaled_mm(a.to(E4M3_TYPE), b.to(E4M3_TYPE).t(), ONE, ONE, out_dtype=torch.bfloat16),
+        lambda: tuner.grouped_mm(a, torch.ones(2, 8, 24, dtype=a.dtype), STARTS),
+        lambda: tuner.attention_varlen(*packed, STARTS, STARTS, 8, 8),
+        lambda: tuner.paged_attention(packed[0], *caches, TABLE, TABLE[:, 0] + 9, STARTS),
+        lambda: tuner.mla_decode(*latent, TABLE, TABLE[:, 0] + 9, scale=1.0),
         lambda: serving.machine.attention(*inputs((1, 2, 16, 24)), dropout_p=0.1),
         lambda: tuner.moe(
             a, torch.zeros(16, 2, dtype=torch.int32), torch.ones(16, 2),
@@ -348,6 +359,47 @@ def test_products_and_attention_without_a_kernel_are_errors(serving: Serving, dt
             with pytest.raises(NotInvariantError):
                 call()
     calls[0]()  # PyTorch's again
+
+
+@pytest.mark.parametrize("window", [(200, -1), (200, 200)])
+def test_a_window_that_hides_no_key_yet_is_one_of_the_longer_calls_layer(
+    window: tuple[int, int], on_cpu: SimpleNamespace
+) -> None:
+    """Else a request would have other bits beside a longer one, whose keys the window hides."""
+    from tuner.runtime.attention import attention_call, paged
+    from tuner.runtime.attention.composed import Extras
+
+    is_causal, options = window[1] < 0, (1.0, True, Extras(*window))
+
+    def dense(length: int) -> AttentionProblem:
+        tensors = [torch.empty(1, 4, length, 128, dtype=torch.bfloat16)] * 3
+        return attention_call.pose(*tensors, is_causal, *options).problem  # type: ignore[return-value]
+
+    def over_pages(length: int) -> AttentionProblem:
+        query = torch.empty(length, 4, 128, dtype=torch.bfloat16)
+        cache = [torch.empty(64, 16, 4, 128, dtype=torch.bfloat16)] * 2
+        table, sizes = torch.empty(1, 64, dtype=torch.int32), (length, length)
+        tensors = query, *cache, table, table[0, :1], table[0, :2], None
+        call = paged.paged_call(*tensors, *sizes, is_causal, Extras(*window), 1.0)
+        return call.pose().problem  # type: ignore[return-value]
+
+    for pose in (dense, *([over_pages] if is_causal else [])):
+        assert not pose(100).is_windowed
+        with invariance.deterministic(BATCH):
+            few, many = pose(100), pose(1000)
+        assert (
+            (few.window_left, few.window_right) == window == (many.window_left, many.window_right)
+        )
+        assert invariant.layer(few) == invariant.layer(many)
+        assert all(one.is_windowed for one in invariant.layer(few))
+        assert chosen(few)[1] == chosen(many)[1]
+
+
+def test_lower_right_masks_are_of_the_layer_of_whole_prompts() -> None:
+    prompt = AttentionProblem.parse("B=1,H=8,S=512,D=96,causal=1,dtype=bf16")
+    chunk = replace(prompt, seqlen_q=100, is_causal=False, window_right=412)
+    assert chunk.is_windowed and invariant.layer(chunk) == invariant.layer(prompt)
+    assert chosen(chunk)[1] == chosen(prompt)[1]
 
 
 def test_the_mode_ends_after_an_error_and_nests(on_cpu: SimpleNamespace) -> None:

@@ -318,6 +318,13 @@ class AttentionProblem(MaskedAttention):
         object.__setattr__(self, "window_right", right)
         object.__setattr__(self, "is_causal", is_causal)
 
+    def windowed(self, left: int, right: int) -> Self:
+        """The problem with a window compiled in, even where it hides none of so few keys."""
+        kept = replace(self)
+        object.__setattr__(kept, "window_left", left)
+        object.__setattr__(kept, "window_right", -1 if self.is_causal else right)
+        return kept
+
     @property
     def extras(self) -> str:
         """Text naming the features beyond plain full or causal attention; empty without any."""

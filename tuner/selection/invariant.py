@@ -89,27 +89,35 @@ def layer(problem: Any) -> tuple[Problem, ...]:
     """
     if not isinstance(problem, AttentionProblem):
         return tuple(replace(problem, m=m) for m in ROWS if hasattr(problem, "m"))
-    problem = problem if problem.is_packed else replace(problem, layout="bhsd")
+    if problem.window_left < 0 <= problem.window_right:
+        # Lower-right masks: a prompt in one piece has a causal mask in place of such a window.
+        problem = replace(problem, window_right=-1)
+    layout = problem.layout if problem.is_packed else "bhsd"
     if problem.is_varlen and not problem.is_paged:
         return tuple(_sized(problem, batch, length, length) for batch, length in PROMPTS)
     if problem.is_paged:  # masks are bottom-right: one query is a chunk
-        causal = replace(problem, is_causal=True)
-        decoded = [_sized(causal, *sizes) for sizes in DECODED]
-        return *decoded, *(_sized(causal, 1, length // 2, length) for _, length in PROMPTS)
+        sizes = *DECODED, *((1, length // 2, length) for _, length in PROMPTS)
+        return tuple(_sized(problem, *size, is_causal=True) for size in sizes)
     if problem.is_windowed:
-        return tuple(_sized(problem, batch, length, length) for batch, length in PROMPTS)
+        return tuple(_sized(problem, n, length, length, layout=layout) for n, length in PROMPTS)
     masks = (False,) if problem.modifiers else (False, True)
-    full = replace(problem, is_causal=False)
+    full = replace(problem, is_causal=False, layout=layout)
     prompts = (
-        replace(_sized(full, batch, length, length), is_causal=is_causal)
+        _sized(full, batch, length, length, is_causal=is_causal)
         for batch, length in PROMPTS
         for is_causal in masks
     )
     return *(_sized(full, *sizes) for sizes in DECODED), *prompts
 
 
-def _sized(problem: AttentionProblem, batch: int, queries: int, keys: int) -> AttentionProblem:
-    return replace(problem, batch=batch, seqlen_q=queries, seqlen_kv=keys)
+def _sized(
+    problem: AttentionProblem, batch: int, queries: int, keys: int, **changes: Any
+) -> AttentionProblem:
+    """The problem of other sizes, whose window stays where it hides nothing."""
+    sized = replace(problem, batch=batch, seqlen_q=queries, seqlen_kv=keys, **changes)
+    if not problem.is_windowed:
+        return sized
+    return sized.windowed(problem.window_left, problem.window_right)
 
 
 def _times(

@@ -18,6 +18,7 @@ from tuner.runtime.call import (
     finite_gradients,
     guards,
     handed_over,
+    invariance,
     native,
 )
 from tuner.runtime.call.lengths import over
@@ -321,6 +322,7 @@ def pose(
         mask="" if mask is None or mask.dtype != torch.bool else axes_of(mask),
         value_dim=value.shape[3],
     )
+    problem = of_one_layer(problem, extras)
     *operands, out = problem.matrices
     strides: dict[str, tuple[int, ...]] = {}
     for operand, tensor in zip(operands, (query, key, value), strict=True):
@@ -334,6 +336,15 @@ def pose(
         if steps != masked.strides:
             strides[masked.name] = steps
     return Posed(problem, scale, strides=strides)
+
+
+def of_one_layer(problem: AttentionProblem, extras: Extras) -> AttentionProblem:
+    """The problem of a call. In the mode of `tuner.deterministic` one of few keys, of which a
+    window hides none, is of the layer of longer ones.
+    """
+    if extras.left < 0 or not invariance.is_on():
+        return problem
+    return problem.windowed(extras.left, extras.right)
 
 
 def _nearest_layout(query: torch.Tensor, key: torch.Tensor) -> Layout:

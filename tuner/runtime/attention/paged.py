@@ -20,7 +20,7 @@ from tuner.families.schedules import PagedBatch
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import rounded
-from tuner.runtime.attention.attention_call import scale_of, without_lse
+from tuner.runtime.attention.attention_call import of_one_layer, scale_of, without_lse
 from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged_arguments import checked, checked_scales
 from tuner.runtime.attention.paged_composed import Paged, composed, output_type
@@ -147,6 +147,7 @@ class PagedCall(Paged, Call):
             page_size=self.key.shape[1],
             has_sinks=self.sinks is not None,
         )
+        problem = of_one_layer(problem, self.extras)
         unlike = replace(problem, is_varlen=True) if self.is_unlike else None
         return Posed(problem, self.scale, unlike)
 
@@ -422,9 +423,7 @@ def _sized(
         rows_q=shape_q[0],
         cached=shape_kv[0],
     )
-    # A compiled-in window stays, even for so few keys that it hides none.
-    for name in ("window_left", "window_right"):
-        object.__setattr__(problem, name, getattr(known, name))
+    problem = problem.windowed(known.window_left, known.window_right)
     row, head, _ = strides[0]
     caches = [(page, of_head, slot, 1) for page, slot, of_head, _ in strides[1:3]]
     operands = {operand.name: operand for operand in problem.matrices}

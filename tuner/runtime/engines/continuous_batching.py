@@ -211,6 +211,7 @@ def _derived(layer: _Layer, batch: _Batch) -> _Group:
     place_q = lengths[mine] - (batch.starts_q[mine + 1] - queries)
     group = _Group(batch, lengths, owner_q, place_q.long(), lengths, batch.writes)
     if layer.window:
+        invariance.forbid("a window's keys are copied from where those of the step begin")
         _copy_into_pages(group)
     elif batch.block_table is None:
         slots = batch.reads if batch.reads.numel() else batch.writes

@@ -105,12 +105,12 @@ def linear(
                 product = serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
-        if _gains_by_parts(input, weight, bias):
-            # The parts need the output's memory twice.
-            with suppress(torch.OutOfMemoryError):
-                return _PYTORCHS[activation](_in_parts(input, weight, bias))
     if invariance.was_on:
         invariance.forbid("PyTorch's linear")
+    if not torch.compiler.is_compiling() and _gains_by_parts(input, weight, bias):
+        # The parts need the output's memory twice.
+        with suppress(torch.OutOfMemoryError):
+            return _PYTORCHS[activation](_in_parts(input, weight, bias))
     return _linear(input, weight, bias, activation)
 
 
