@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -42,15 +43,20 @@ PRODUCTS: dict[str, Any] = {
     "bias": GemmProblem(1, N, K, dtype="bfloat16", epilogue="bias"),
     "swiglu": SwigluProblem(1, N, K, dtype="bfloat16"),
     "blocks": GemmProblem(1, N, K, dtype=E4M3, scales="block"),
+    "rows": GemmProblem(1, N, K, dtype=E4M3, scales="row", fast_accum=False),
 }
+WINDOW = 200
+E4M3_TYPE = torch.float8_e4m3fn
+KINDS = "plain", "window", "e4m3"
+"""Calls over pages."""
 
 
 def calls() -> list[Any]:
     """Problems of the calls of this module."""
     found = [replace(problem, m=m) for problem in PRODUCTS.values() for m in ROWS]
-    for n, k in ((2 * INNER, N), (N, INNER)):
+    for (n, k), dtype in product(((2 * INNER, N), (N, INNER)), ("bfloat16", E4M3)):
         found += [
-            GroupedGemmProblem(EXPERTS, m, n, k, sizes="zipf", dtype="bfloat16")
+            GroupedGemmProblem(EXPERTS, m, n, k, sizes="zipf", dtype=dtype)
             for m in (2, 64, 256, 2048, 16384)
         ]
     heads = {"head_dim": HEAD_DIM, "heads_q": HEADS, "heads_kv": KV_HEADS, "dtype": "bfloat16"}
@@ -59,7 +65,10 @@ def calls() -> list[Any]:
     for batch, queries, keys in sizes:
         one = AttentionProblem(queries, keys, batch=batch, **heads)  # type: ignore[arg-type]
         found.append(replace(one, is_causal=queries > 16))
-        found.append(replace(one, is_causal=True, page_size=64, layout="bshd"))
+        paged = replace(one, is_causal=True, page_size=64, layout="bshd")
+        found += [paged, paged.windowed(WINDOW, -1), replace(paged, dtype=E4M3)]
+        if queries == keys:
+            found.append(replace(one, is_causal=True).windowed(WINDOW, -1))
     found.append(AttentionProblem(LENGTH, LENGTH, batch=4, is_causal=True, is_varlen=True, **heads))  # type: ignore[arg-type]
     return found
 
@@ -120,6 +129,13 @@ def among(rows: Any, size: int, seed: int) -> tuple[Any, Any]:
     return out, places
 
 
+def by_rows(x: Any, weight: Any) -> tuple[Any, ...]:
+    """Operands of `scaled_mm` with a factor of each row; columns have 1/64."""
+    factors = (x.float().abs().amax(1, keepdim=True) / 448).nan_to_num(1.0, 1.0).clamp_min(1e-9)
+    columns = torch.full((1, len(weight)), 1 / 64, device="cuda")
+    return (x / factors).to(E4M3_TYPE), weight.t(), factors, columns
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_of_products(name: str) -> None:
     import tuner
@@ -133,6 +149,7 @@ def test_rows_of_products(name: str) -> None:
         "bias": lambda x: tuner.linear(x, weight, bias),
         "swiglu": lambda x: tuner.swiglu(x, both),
         "blocks": lambda x: tuner.linear(x, small, weight_scale=scale),
+        "rows": lambda x: tuner.scaled_mm(*by_rows(x, small), out_dtype=torch.bfloat16),
     }[name]
     with tuner.deterministic("batch"):
         wanted = bits(run(rows))
@@ -143,13 +160,47 @@ def test_rows_of_products(name: str) -> None:
             assert torch.equal(bits(run(mixed)[places]), wanted[: size // 2]), size
             compared += size + size // 2
         assert compared > 10_000 and tuner.stats().fallbacks == {}
-    exact = rows[:8].double() @ (small.double() / 64 if name == "blocks" else weight.double()).t()
-    if name in ("linear", "blocks"):
+    exact = rows[:8].double() @ (weight.double() if name == "linear" else small.double() / 64).t()
+    if name in ("linear", "blocks", "rows"):
         out = wanted[:8].view(torch.bfloat16).double()
         assert (out - exact).norm() / exact.norm() < 4e-2
 
 
-def test_tokens_of_experts() -> None:
+def test_a_captured_graph_has_the_mode_s_bits() -> None:
+    """Also when it is replayed outside of the mode."""
+    import tuner
+
+    rows, weight = drawn(max(ROWS), K), drawn(N, K, seed=1) / 64
+    few, graph = rows[:16].clone(), torch.cuda.CUDAGraph()
+    with torch.inference_mode(), tuner.deterministic("batch"):
+        wanted = bits(tuner.linear(rows, weight))
+        tuner.linear(few, weight)
+        with torch.cuda.graph(graph):
+            out = tuner.linear(few, weight)
+    few.copy_(rows[100:116])
+    graph.replay()
+    assert torch.equal(bits(out), wanted[100:116])
+
+
+def test_rows_of_groups() -> None:
+    import tuner
+
+    rows, weights = drawn(4096, N), drawn(EXPERTS, 2 * INNER, N, seed=1) / 32
+
+    def run(x: Any, ends: list[int]) -> Any:
+        starts = torch.tensor([0, *ends], device="cuda", dtype=torch.int32)
+        return bits(tuner.grouped_mm(x, weights, starts, sizes="zipf"))
+
+    with tuner.deterministic("batch"):
+        wanted = run(rows, [4096] * EXPERTS)  # all of the first group
+        many = run(rows, [1500, *[4096] * (EXPERTS - 1)])
+        assert torch.equal(many[:1500], wanted[:1500])
+        assert torch.equal(run(rows[7:9], [2] * EXPERTS), wanted[7:9])
+        assert torch.equal(run(rows[1500:], [0] + [2596] * (EXPERTS - 1)), many[1500:])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", E4M3])
+def test_tokens_of_experts(dtype: str) -> None:
     import tuner
 
     tokens = 8192
@@ -158,9 +209,15 @@ def test_tokens_of_experts() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     experts = torch.randint(0, EXPERTS, (tokens, TOP_K), generator=generator, device="cuda")
     weights = torch.rand(tokens, TOP_K, generator=generator, device="cuda")
+    scales: dict[str, Any] = {}
+    if dtype == E4M3:
+        gates, down = ((one * 16).to(E4M3_TYPE) for one in (gates, down))
+        for name, one in (("gate_up_scale", gates), ("down_scale", down)):
+            shape = len(one), one.shape[1] // 128, one.shape[2] // 128
+            scales[name] = torch.full(shape, 1 / 16, device="cuda")
 
     def run(at: Any) -> Any:
-        return bits(tuner.moe(hidden[at], experts[at], weights[at], gates, down))
+        return bits(tuner.moe(hidden[at], experts[at], weights[at], gates, down, **scales))
 
     with tuner.deterministic("batch"):
         wanted, compared = run(slice(None)), 0
@@ -180,9 +237,12 @@ def test_queries_of_prompts_and_of_decoding() -> None:
     query = drawn(batch, HEADS, LENGTH, HEAD_DIM)
     key, value = (drawn(batch, KV_HEADS, LENGTH, HEAD_DIM, seed=seed) for seed in (1, 2))
 
-    def run(requests: list[int], first: int, last: int, is_causal: bool) -> Any:
-        tensors = query[requests, :, first:last], key[requests, :, :last], value[requests, :, :last]
-        return bits(tuner.attention(*tensors, is_causal=is_causal, enable_gqa=True))
+    def run(
+        requests: list[int], first: int, last: int, is_causal: bool, end: int = 0, **more: Any
+    ) -> Any:
+        keys = slice(end or last)
+        tensors = query[requests, :, first:last], key[requests, :, keys], value[requests, :, keys]
+        return bits(tuner.attention(*tensors, is_causal=is_causal, enable_gqa=True, **more))
 
     with tuner.deterministic("batch"):
         wanted = run(list(range(batch)), 0, LENGTH, True)
@@ -198,6 +258,15 @@ def test_queries_of_prompts_and_of_decoding() -> None:
                 assert torch.equal(out[:, :, 0], wanted[requests, :, at]), (len(requests), at)
                 compared += len(requests) * HEADS
         assert compared > 10_000
+        several = run([2, 1], 700, 704, False, LENGTH)
+        for i in range(4):
+            assert torch.equal(run([1], 700 + i, 701 + i, False, LENGTH)[0, :, 0], several[1, :, i])
+        # A window hides no key of the short prompts.
+        windowed = run([0, 5], 0, LENGTH, True, window=(WINDOW, -1))
+        assert not torch.equal(windowed, wanted[[0, 5]])
+        for length in (77, WINDOW, 2 * WINDOW):
+            short = run([5], 0, length, True, window=(WINDOW, -1))
+            assert torch.equal(short[0], windowed[1, :, :length]), length
 
 
 def test_sequences_beside_others() -> None:
@@ -231,11 +300,17 @@ def test_sequences_beside_others() -> None:
 class Pages:
     """Requests whose keys lie in pages; what no request has written is not a number."""
 
-    def __init__(self, requests: int) -> None:
-        self.query = drawn(requests, LENGTH, HEADS, HEAD_DIM)
-        self.key, self.value = (
-            drawn(requests, LENGTH, KV_HEADS, HEAD_DIM, seed=seed) for seed in (1, 2)
+    def __init__(self, requests: int, kind: str) -> None:
+        sizes = (HEADS, 0), (KV_HEADS, 1), (KV_HEADS, 2)
+        self.dtype = E4M3_TYPE if kind == "e4m3" else torch.bfloat16
+        self.query, self.key, self.value = (
+            drawn(requests, LENGTH, heads, HEAD_DIM, seed=seed).to(self.dtype)
+            for heads, seed in sizes
         )
+        factor = torch.full((1,), 0.5, device="cuda")
+        self.options: dict[str, Any] = {"window": (WINDOW, -1)} if kind == "window" else {}
+        if kind == "e4m3":
+            self.options = dict.fromkeys(("q_scale", "k_scale", "v_scale"), factor)
 
     def run(self, chunks: list[tuple[int, int, int]], seed: int) -> list[Any]:
         """Outputs of chunks: request, first query and end of each."""
@@ -247,9 +322,8 @@ class Pages:
         table = torch.randperm(count, generator=generator, device="cuda").view(-1, columns)
         caches = []
         for tensor in (self.key, self.value):
-            cache = torch.full(
-                (count, 64, KV_HEADS, HEAD_DIM), float("nan"), device="cuda"
-            ).bfloat16()
+            cache = torch.full((count, 64, KV_HEADS, HEAD_DIM), float("nan"), device="cuda")
+            cache = cache.to(self.dtype)
             for row, (request, _, end) in zip(table, chunks, strict=True):
                 pages = cache[row].flatten(0, 1)
                 pages[:end] = tensor[request, :end]
@@ -260,15 +334,17 @@ class Pages:
         starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
         query = torch.cat([self.query[request, first:end] for request, first, end in chunks])
         longest = max(lengths), int(used.max())
-        out = tuner.paged_attention(query, *caches, table.int(), used, starts, *longest)
+        tensors = query, *caches, table.int(), used, starts
+        out = tuner.paged_attention(*tensors, *longest, **self.options)
         return list(bits(out).split(lengths))
 
 
-def test_chunks_and_decoding_over_pages() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_and_decoding_over_pages(kind: str) -> None:
     """A prompt in chunks has the bits of one piece, and decoding those of the prompt's rows."""
     import tuner
 
-    pages = Pages(4)
+    pages = Pages(4, kind)
     with tuner.deterministic("batch"):
         wanted = [pages.run([(request, 0, LENGTH)], request)[0] for request in range(4)]
         batches = [
@@ -279,6 +355,8 @@ def test_chunks_and_decoding_over_pages() -> None:
             [(i % 4, 300 + 7 * i, 301 + 7 * i) for i in range(100)],
             [(i % 4, 900 + i, 904 + i) for i in range(16)],
             [(1, 240, 256)],
+            [(2, 0, 150)],  # a window hides no key of it
+            [(2, 0, 150), (0, 1000, 1300)],
             [(i % 4, i % LENGTH, i % LENGTH + 1) for i in range(MANY)],
         ]
         for seed, chunks in enumerate(batches):

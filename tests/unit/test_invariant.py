@@ -269,7 +269,7 @@ from tuner.runtime.call import invariance  # noqa: E402
 
 machine, serving = fake_machine, portfolio_serving
 BATCH = "batch"
-E4M3_TYPE, ONE = torch.float8_e4m3fn, torch.ones(1, 1)
+E4M3_TYPE, HALF, ONE = torch.float8_e4m3fn, torch.float16, torch.ones(1, 1)
 STARTS = torch.tensor([0, 8, 16], dtype=torch.int32)
 TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
 
@@ -343,7 +343,7 @@ def test_products_and_attention_without_a_kernel_are_errors(serving: Serving, dt
         lambda: tuner.matmul(a, b.t(), out=torch.empty(16, 16, dtype=a.dtype)),
         lambda: tuner.matmul(torch.stack((a, a)), torch.stack((b.t(), b.t()))),
         lambda: tuner.swiglu(a, torch.ones(64, 24, dtype=a.dtype)),
-        lambda: tuner.scaled_mm(a.to(E4M3_TYPE), b.to(E4M3_TYPE).t(), ONE, ONE, out_dtype=torch.bfloat16),
+        lambda: tuner.scaled_mm(a.to(E4M3_TYPE), b.to(E4M3_TYPE).t(), ONE, ONE, None, None, HALF),
         lambda: tuner.grouped_mm(a, torch.ones(2, 8, 24, dtype=a.dtype), STARTS),
         lambda: tuner.attention_varlen(*packed, STARTS, STARTS, 8, 8),
         lambda: tuner.paged_attention(packed[0], *caches, TABLE, TABLE[:, 0] + 9, STARTS),
