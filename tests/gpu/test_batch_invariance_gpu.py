@@ -166,7 +166,7 @@ def test_rows_of_products(name: str) -> None:
         assert (out - exact).norm() / exact.norm() < 4e-2
 
 
-def test_a_captured_graph_has_the_mode_s_bits() -> None:
+def test_a_captured_graph_has_the_bits_of_the_mode() -> None:
     """Also when it is replayed outside of the mode."""
     import tuner
 
