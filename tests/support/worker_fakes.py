@@ -10,7 +10,6 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import Family
-from tuner.measure import worker as worker_room
 from tuner.measure.bursts import Entrant
 from tuner.measure.rounds import Timing
 from tuner.measure.tolerance import Verdict
@@ -87,9 +86,6 @@ class FakeGate:
 
     def load(self, kind: str, with_lse: bool = False) -> None:
         self.with_lse = with_lse
-
-    def allocate(self, pool: Any, name: str, size: int) -> Any:
-        return worker_room.Guarded(name, 4096, size)
 
     def arm(self, extra: Any = ()) -> None:
         pass

@@ -32,6 +32,7 @@ from tuner.measure.gate.commands import COMMANDS as DECLARED
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
 from tuner.measure.gate.kernels import E4M3_POISON, POISON, Answer, Guarded
+from tuner.measure.gate.reference import References
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.tolerance import (
     GRADIENT_PART,
@@ -472,6 +473,22 @@ def test_a_reference_is_computed_once_a_kind_and_seed() -> None:
     assert [call[0] for call in kernel.calls].count(5) == 2
     made.close()
     assert len(device.live) == 1  # the result words
+
+
+def test_a_reference_whose_memory_ran_out_is_not_taken_for_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _, kernel = opened(SwigluProblem(4, 32, 64))
+
+    def refuse(references: References, use: str, size: int) -> int:
+        raise BenchmarkError("no memory", status=Status.OUT_OF_MEMORY)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(References, "_temporarily", refuse)
+        with pytest.raises(BenchmarkError, match="no memory"):
+            made.load("random")
+    made.load("random")
+    assert [call[0] for call in kernel.calls].count(5) == 1
 
 
 @pytest.mark.parametrize("is_overwritten", [True, False])

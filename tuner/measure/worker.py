@@ -49,7 +49,7 @@ from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Examination, Gate
 from tuner.measure.gate.chunks import LONG_REFERENCE_S
 from tuner.measure.gate.inputs import is_reported, kinds_of, scale_of
-from tuner.measure.gate.kernels import Guarded
+from tuner.measure.gate.kernels import Guarded, guarded
 from tuner.measure.gate.reference import reference_seconds
 from tuner.measure.kernel_times import again_text, alone_us, described, device_us
 from tuner.measure.log_sum_exp import lse_bytes
@@ -282,14 +282,10 @@ class Worker:
                 f"{needed} bytes of workspace are needed, {job.max_workspace} are allowed",
                 status=Status.OUT_OF_MEMORY,
             )
-        gate = self._opened()
-        own = [
-            gate.allocate(pool, SCRATCH, subject.scratch_bytes),
-            gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
-        ]
+        sizes = {SCRATCH: subject.scratch_bytes, WORKSPACE: subject.workspace_bytes}
         if job.mode == LSE_PROBE:
-            own.append(gate.allocate(pool, LSE, lse_bytes(job.problem)))
-        return _Prepared(index, subject, own)
+            sizes[LSE] = lse_bytes(job.problem)
+        return _Prepared(index, subject, list(guarded(pool, sizes.items()).values()))
 
     def _burst(
         self, job: WorkerRequest, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared

@@ -93,13 +93,13 @@ class References:
             True if it was computed.
         """
         problem = self._buffers.problem
-        if with_lse and kind not in self._statistics:
-            self._outputs.pop(kind, None)
-            self._statistics[kind] = self._pool.allocate(16 * score_rows(problem))
-        if kind in self._outputs:
+        if kind in self._outputs and (kind in self._statistics or not with_lse):
             return False
-        sizes = [4 * output.elements for output in problem.outputs]
-        starts = itertools.accumulate(sizes, initial=self._pool.allocate(sum(sizes)))
+        sizes = [16 * score_rows(problem) if with_lse else 0]
+        sizes += [4 * output.elements for output in problem.outputs]
+        first, *starts = itertools.accumulate(sizes, initial=self._pool.allocate(sum(sizes)))
+        if with_lse:
+            self._statistics[kind] = first
         names = (output.name for output in problem.outputs)
         self._outputs[kind] = dict(zip(names, starts, strict=False))
         try:
