@@ -34,6 +34,8 @@ constexpr int kFullArrivals = 1 + kWarp;
 // ... as in the templates
   __device__ __forceinline__ uint32_t boxes(int warp) const { return base + kFirstBox + warp * kStoreBuffers * kBoxBytes; }
 // ... as in the templates
+  const bool is_first = threadIdx.x % kWarp == 0;
+// ... as in the templates
       else copy_box(p.x, x, block * kBlock, tile.x, full);
       if constexpr (kClusterX > 1) copy_box_to(p.y, y, block * kBlock, tile.y + share_y, full, kAll);
       else copy_box(p.y, y, block * kBlock, tile.y, full);
@@ -61,7 +63,13 @@ constexpr bool kRowsEarly = !kSwapped || kTileY <= 64;
       sums[c + 2] = fmaf(lower, d[c + 2], sums[c + 2]);
       sums[c + 3] = fmaf(lower, d[c + 3], sums[c + 3]);
 // ... as in the templates
+    if (thread == 0) copies_read();
+// ... as in the templates
+    if (thread == 0) {
+// ... as in the templates
 __device__ __forceinline__ void begin_products(Accumulators& d, uint64_t x, uint64_t y, int part) {
+// ... as in the templates
+    if (threadIdx.x % kWarp == 0) copies_stored();
 // ... as in the templates
 __global__ void __launch_bounds__(kThreads, 1) block_scaled_0123456789abcdef(const __grid_constant__ Params p) {
 // ... as in the templates

@@ -27,12 +27,14 @@ def config(
     blocks_per_sm: int = 0,
     serial_parts: int = 0,
     staged_columns: bool = False,
+    elected: bool = False,
 ) -> Config:
     given = {"unroll": unroll, "tma_factors": tma_factors}
     given |= {"uniform_branch": uniform_branch, "ahead": ahead, "turns": turns}
     given |= {"vector_merge": vector_merge, "blocks_per_sm": blocks_per_sm}
     given |= {"fetch_factors": fetch_factors, "clips_rows": clips_rows}
     given |= {"serial_parts": serial_parts, "staged_columns": staged_columns}
+    given |= {"elected": elected}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -78,7 +80,7 @@ CASES: dict[str, Config] = {
     ),
     "ahead": config((128, 128), 5, store_buffers=2, unroll=4, tma_factors=True, ahead=True),
     "ahead, one warp group": config(
-        (64, 48), 8, unroll=4, tma_factors=True, uniform_branch=True, ahead=True
+        (64, 48), 8, unroll=4, tma_factors=True, uniform_branch=True, ahead=True, elected=True
     ),
     "ahead, swapped and split": config(
         (64, 16), 16, swap_ab=True, split_k=2, unroll=2, tma_factors=True, ahead=True
@@ -90,7 +92,14 @@ CASES: dict[str, Config] = {
         (64, 96), 9, store_buffers=2, unroll=4, tma_factors=True, ahead=True, fetch_factors=True
     ),
     "rows clipped": config(
-        (128, 80), 7, store_buffers=2, unroll=4, tma_factors=True, turns=True, clips_rows=True
+        (128, 80),
+        7,
+        store_buffers=2,
+        unroll=4,
+        tma_factors=True,
+        turns=True,
+        clips_rows=True,
+        elected=True,
     ),
     "rows clipped, swapped": config(
         (64, 24),
@@ -131,6 +140,7 @@ CASES: dict[str, Config] = {
         tma_factors=True,
         ahead=True,
         staged_columns=True,
+        elected=True,
     ),
     "columns staged, multicast": config(
         (128, 192),

@@ -130,12 +130,13 @@ class BlockScaledGemm(StridedProduct):
         "blocks_per_sm": (2,),
         "serial_parts": (2, 4, 8),
         "staged_columns": (True,),
+        "elected": (True,),
     }
     optional = frozenset(
         {
             *("unroll", "tma_factors", "uniform_branch", "ahead"),
             *("turns", "fetch_factors", "clips_rows", "vector_merge", "blocks_per_sm"),
-            *("serial_parts", "staged_columns"),
+            *("serial_parts", "staged_columns", "elected"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}

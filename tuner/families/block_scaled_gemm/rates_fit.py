@@ -55,6 +55,7 @@ def kernel_name(config: Config) -> str:
         "words" if "vector_merge" in params else "",
         f"b{params['blocks_per_sm']}" if "blocks_per_sm" in params else "",
         "staged" if "staged_columns" in params else "",
+        "elected" if "elected" in params else "",
     )
     return " ".join(filter(None, parts))
 

@@ -7,7 +7,7 @@ least time by the family's estimate, with each kernel's rates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -122,6 +122,15 @@ KERNELS: Mapping[Config, Rates] = {
 """Kernels and their rates: the fit of `tuner develop fit rates` to
 ``tests/assets/fits/rates.jsonl.gz``.
 """
+MAX_ELECTED_CLOCKS = 700
+"""Longest step whose copies are worth an elected lane: a loop over lanes takes 350 clocks of it."""
+
+
+def elected() -> Iterator[Config]:
+    """Kernels of short steps with an elected lane, which are proven before they have rates."""
+    for config, rates in (*KERNELS.items(), *of_rows.KERNELS.items()):
+        if rates.step < MAX_ELECTED_CLOCKS and ("ahead" in config.params or not config["swap_ab"]):
+            yield Config(config.family, {**config.params, "elected": True})
 
 
 def serves(problem: GemmProblem, gpu: Gpu) -> bool:
@@ -147,5 +156,9 @@ def select(problem: GemmProblem, gpu: Gpu) -> RuleSelection | None:
 def targets() -> tuple[Target, ...]:
     """The kernels, to be built and proven."""
     small = GemmProblem(512, 1024, 1024, dtype=E4M3, scales="block")
-    of_blocks = [Target(config, small) for config in (*KERNELS, *serial.KERNELS)]
-    return *of_blocks, *(Target(c, replace(small, scales="row")) for c in of_rows.KERNELS)
+    every = *KERNELS, *serial.KERNELS, *of_rows.KERNELS, *elected()
+    of_rows_only = replace(small, scales="row")
+    return tuple(
+        Target(config, small if "tma_factors" in config.params else of_rows_only)
+        for config in every
+    )
