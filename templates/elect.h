@@ -8,13 +8,9 @@ namespace tuner {
 // True for one lane of a whole warp, always the same. The compiler knows that it is one: it issues that lane's
 // copies by TMA without a loop over lanes, which takes about 100 clocks a copy.
 __device__ __forceinline__ bool elect_lane() {
-#ifdef __CUDA_ARCH__
   uint32_t is_elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
   return is_elected != 0;
-#else  // where a host emulates it
-  return threadIdx.x % 32 == 0;
-#endif
 }
 
 }  // namespace tuner

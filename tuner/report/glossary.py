@@ -72,7 +72,7 @@ MEANINGS: Mapping[str, str] = {
     "split_k": "Blocks of a cluster that divide K between them.",
     "split_keys": "Keys of a part, at whose multiples parts of the keys begin.",
     "splits": "Parts into which the keys (attention) or K (products) are split over blocks.",
-    "elected": "The lane that copies is elected, so that copies are issued without a loop over lanes.",
+    "elected": "An elected lane of a warp copies, which takes no loop over lanes.",
     "staged_columns": "A warp copies the factors of a tile's columns into the stages.",
     "stages": "Pipeline depth: tiles in flight between memory and the tensor cores.",
     "stages_output": "The output goes through shared memory and TMA.",
