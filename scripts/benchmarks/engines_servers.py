@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decoder import LLAMA_3_8B, Sizes
-from benchmarks.engines_steps import figures_of, first_token_ms, last_replayed
+from benchmarks.engines_steps import FIRSTS, WHOLES, counted_replays, figures_of, median_s
 from tuner.errors import BenchmarkError
 
 #: Sizes and layers of a model card's config.json; `tiny` is for trying this out.
@@ -317,13 +317,19 @@ class Vllm:
     def _served(self, count: int) -> dict[str, Any]:
         load = self.load
         self._generate(count, self._warm or load.prompt, 2, 0)
-        first_ms = first_token_ms(count, lambda: self._generate(count, load.prompt, 1, 1)[0])
-        with last_replayed() as graphs:
-            whole, tokens = self._generate(count, load.prompt, load.new, 1)
+        first = median_s(count, FIRSTS, lambda: self._generate(count, load.prompt, 1, 1)[0])
+        tokens: list[list[int]] = []
+
+        def seconds() -> float:
+            took, tokens[:] = self._generate(count, load.prompt, load.new, 1)
+            return took
+
+        with counted_replays() as graphs:
+            whole = median_s(count, WHOLES, seconds)
             figures = figures_of(graphs)
         return {
-            "first_token_ms": first_ms,
-            "token_ms": (whole * 1e3 - first_ms) / max(1, load.new - 1),
+            "first_token_ms": first * 1e3,
+            "token_ms": (whole - first) / max(1, load.new - 1) * 1e3,
             "tokens_per_s": count * load.new / whole,
             "tokens": tokens,
             **figures,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from benchmarks.engines_servers import (
     model_folder,
     stats_of,
 )
-from benchmarks.engines_steps import figures_of, first_token_ms, last_replayed
+from benchmarks.engines_steps import FIRSTS, WHOLES, counted_replays, figures_of, median_s
 
 SGLANG = "sglang"
 """The way by SGLang's own kernels."""
@@ -115,13 +116,20 @@ class Sglang:
     def _served(self, count: int) -> dict[str, Any]:
         new = self.load.new
         self._generate(count, WARM_TOKENS, 2)
-        with last_replayed() as graphs:
+        decoding: list[float] = []
+
+        def seconds() -> float:
             _, (start, first, last) = self._generate(count, self.load.prompt, new)
+            decoding.append(last - first)
+            return last - start
+
+        with counted_replays() as graphs:
+            whole = median_s(count, WHOLES, seconds)
             figures = figures_of(graphs)
         return {
-            "first_token_ms": first_token_ms(count, lambda: self._first_s(count)),
-            "token_ms": (last - first) / max(1, new - 1) * 1e3,
-            "tokens_per_s": count * new / (last - start),
+            "first_token_ms": median_s(count, FIRSTS, lambda: self._first_s(count)) * 1e3,
+            "token_ms": statistics.median(decoding) / max(1, new - 1) * 1e3,
+            "tokens_per_s": count * new / whole,
             **figures,
         }
 

@@ -1,49 +1,55 @@
-"""Parts of an engine's time: its first tokens, and the GPU's graph of a step."""
+"""Parts of an engine's time: its first tokens, all tokens, and the GPU's graph of a step."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.call_times import replayed
 
-FIRSTS, FEW = 5, 16
-"""Times that the first tokens of up to so many requests are asked for; of more, once."""
+FIRSTS, WHOLES, FEW = 5, 3, 16
+"""Times that the first tokens, and all tokens, of up to so many requests are asked for; of more,
+once."""
 REPLAYS = 20
 """Replays of a step's graph that are timed."""
 
 
-def first_token_ms(count: int, seconds: Callable[[], float]) -> float:
-    """Median of the milliseconds until the first tokens.
+def median_s(count: int, times: int, seconds: Callable[[], float]) -> float:
+    """Median of the seconds that requests take.
 
     Args:
         count: requests. All ranks of an engine ask equally often.
-        seconds: asks for them, and tells how long it took.
+        times: `FIRSTS` or `WHOLES`.
+        seconds: asks, and tells how long it took.
     """
-    return statistics.median(seconds() for _ in range(FIRSTS if count <= FEW else 1)) * 1e3
+    return statistics.median(seconds() for _ in range(times if count <= FEW else 1))
 
 
 @contextmanager
-def last_replayed() -> Iterator[list[Any]]:
-    """A list whose last item is the graph that was replayed last."""
+def counted_replays() -> Iterator[Counter[Any]]:
+    """How often each graph is replayed."""
     import torch
 
-    replay, graphs = torch.cuda.CUDAGraph.replay, list[Any]()
+    replay, graphs = torch.cuda.CUDAGraph.replay, Counter[Any]()
 
-    def noted(graph: Any) -> None:
-        graphs[:] = [graph]
+    def counted(graph: Any) -> None:
+        graphs[graph] += 1
         replay(graph)
 
-    torch.cuda.CUDAGraph.replay = noted
+    torch.cuda.CUDAGraph.replay = counted
     try:
         yield graphs
     finally:
         torch.cuda.CUDAGraph.replay = replay
 
 
-def figures_of(graphs: Sequence[Any]) -> dict[str, float]:
-    """Median of the GPU's milliseconds for the last graph; nothing without one."""
-    replays = [replayed(graph) / 1e3 for graph in [*graphs[-1:]] * REPLAYS]
-    return {"graph_ms": statistics.median(replays)} if replays else {}
+def figures_of(graphs: Counter[Any]) -> dict[str, float]:
+    """Median of the GPU's milliseconds for the graph that was replayed most; nothing without one.
+
+    At the end fewer requests may be left, which have a graph of their own.
+    """
+    times = [replayed(graph) / 1e3 for graph, _ in graphs.most_common(1) for _ in range(REPLAYS)]
+    return {"graph_ms": statistics.median(times)} if times else {}
