@@ -85,6 +85,8 @@ class FakeGate:
         FakeGate.opened.append(is_sampled)
 
     def load(self, kind: str, with_lse: bool = False) -> None:
+        if self.device.sticky:
+            raise BenchmarkError("launch of k: cudaError 700", status=Status.ILLEGAL_ACCESS)
         self.with_lse = with_lse
 
     def arm(self, extra: Any = ()) -> None:

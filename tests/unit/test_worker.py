@@ -203,6 +203,7 @@ def test_too_fast_is_a_failure(
 def test_a_sticky_error_ends_the_process(events: list[dict[str, Any]]) -> None:
     assert not answer(events, "ok", "sticky", "ok")
     assert [r.status for r in results(events)] == [Status.OK, Status.ILLEGAL_ACCESS]
+    assert "CUDA error 700" in results(events)[1].log  # not only the launch that met it
     assert events[-1]["fatal"] and {"event": "done"} not in events
 
 

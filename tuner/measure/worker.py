@@ -218,13 +218,16 @@ class Worker:
         self._emit({"event": "result", "index": index, "outcome": asdict(outcome), "fatal": fatal})
 
     def _explain(self, exc: Exception) -> CandidateOutcome:
-        """Status of a failure. An error of the device takes precedence over the caller's."""
-        if isinstance(exc, BenchmarkError) and exc.status != Status.LAUNCH_ERROR:
-            return CandidateOutcome(Status(exc.status), log=str(exc))
+        """Status of a failure. An error of the device takes precedence over the caller's: any later
+        call of the driver may have met it first.
+        """
         try:
             self._device.synchronize()
         except BenchmarkError as sticky:
-            return CandidateOutcome(Status(sticky.status), log=f"{exc}\n{sticky}")
+            log = "\n".join(dict.fromkeys((str(exc), str(sticky))))
+            return CandidateOutcome(Status(sticky.status), log=log)
+        if isinstance(exc, BenchmarkError):
+            return CandidateOutcome(Status(exc.status), log=str(exc))
         if type(exc).__name__ == "OutOfMemoryError":  # torch's
             return CandidateOutcome(Status.OUT_OF_MEMORY, log=str(exc))
         if isinstance(exc, TunerError):
