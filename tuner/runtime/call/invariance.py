@@ -35,7 +35,7 @@ def deterministic(kind: str) -> Iterator[None]:
     """Results that do not depend on what else is computed with them, in all threads.
 
     Under ``"batch"`` a row of `linear`, `matmul`, `swiglu` and `moe` has the same bits in any call.
-    So has one of `scaled_mm` with factors of blocks, and a query of `attention`,
+    So has one of `scaled_mm` with factors of blocks or rows, and a query of `attention`,
     `attention_varlen` and `paged_attention`. The page on batch-invariant results says
     what is guaranteed. ``TUNER_BATCH_INVARIANT=1`` is the same for a whole program.
 
