@@ -341,6 +341,8 @@ cudaError_t launch(Tensors const& tensors, Integers const& call, cudaLaunchConfi
   return is_up ? launch<kRows, 4, true>(tensors, call, config) : launch<kRows, 4, false>(tensors, call, config);
 }
 
+constexpr int64_t kMaxColumns = int64_t(65535) * 2 * 16;  // of a grid's blocks along y, the narrowest
+
 bool valid(Integers const& call) {
   const bool is_known = call.stage >= kPlace && call.stage <= kDown && (call.tile_rows == 16 || call.tile_rows == 32 || call.tile_rows == 64);
   if (!is_known || call.slot_count < 1 || call.slot_count > (1 << 30) || call.top_k < 1 || call.top_k > call.slot_count) return false;
@@ -348,7 +350,7 @@ bool valid(Integers const& call) {
   if (call.stage == kPlace) return call.slot_count <= kListThreads && (call.width == 4 || call.width == 8);
   if (call.stage == kList) return true;
   const bool is_cut = call.columns % kVector != 0 || call.depth % kVector != 0 || call.row_stride % kVector != 0;
-  return !is_cut && call.columns >= 1 && call.columns < (1 << 21) && call.depth >= 1 && call.depth < (1 << 21) && call.row_stride >= 0 &&
+  return !is_cut && call.columns >= 1 && call.columns <= kMaxColumns && call.depth >= 1 && call.depth < (1 << 21) && call.row_stride >= 0 &&
          call.row_stride < (int64_t(1) << 36);
 }
 
