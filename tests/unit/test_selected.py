@@ -12,10 +12,12 @@ import pytest
 
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import family
 from tuner.families.attention_work import TERMS
 from tuner.families.by_operation import domain_of
 from tuner.families.fused_attention.packing import tile_m
 from tuner.families.peers.sdpa import BACKENDS
+from tuner.families.schedules import PagedBatch
 from tuner.families.work import FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
@@ -79,6 +81,15 @@ def decoding_factor(problem: Problem, config: Config) -> float:
     return tiles
 
 
+def divided_us(problem: Problem, config: Config, gpu: Gpu) -> float | None:
+    """A prompt over pages by a kernel that splits keys: its schedule's, and 15 % more."""
+    is_prompt = isinstance(problem, AttentionProblem) and problem.is_paged
+    if not is_prompt or problem.is_decoding:  # type: ignore[attr-defined]
+        return None
+    us = family(config.family).paged_us(config, PagedBatch.of(problem, gpu.sm_count))
+    return None if us is None else 1.15 * us
+
+
 def own_by_hand(
     models: DomainModels, problem: Problem, gpu: Gpu
 ) -> tuple[list[tuple[float, float, Config]], bool, tuple[float, float, float] | None]:
@@ -103,7 +114,8 @@ def own_by_hand(
         for is_slower in [
             timed.get("persistent") and getattr(models.domain, "decodes_pages", False)
         ]
-        for us in [usual * decoding_factor(problem, timed) + 3.5 * bool(is_slower)]
+        for divided in [divided_us(problem, timed, gpu)]
+        for us in [divided or usual * decoding_factor(problem, timed) + 3.5 * bool(is_slower)]
         for config in [one.family.served(problem, timed)]
         for legal in [one.family.accepts(problem, config, gpu)]
     ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, Self, final
 
 from tuner.config import Config, Value
 from tuner.families.work import sizes_of
 from tuner.hardware import Gpu
-from tuner.problem import Problem
+from tuner.problem import DTYPE_BYTES, Problem
 
 
 class PagedBatch(NamedTuple):
@@ -26,6 +26,15 @@ class PagedBatch(NamedTuple):
     """Mean keys of a sequence; 0: not known."""
     element_bytes: int
     sm_count: int
+
+    @classmethod
+    def of(cls, problem: Any, sm_count: int) -> Self:
+        """Sequences of a problem of attention, all of which are alike."""
+        rows, keys = problem.batch * problem.seqlen_q, problem.seqlen_kv
+        if problem.window_left >= 0:
+            keys = min(keys, problem.window_left + problem.seqlen_q)
+        heads = problem.heads_q, problem.heads_kv, problem.head_dim
+        return cls(problem.batch, rows, *heads, keys, keys, DTYPE_BYTES[problem.dtype], sm_count)
 
 
 class Schedules:
@@ -105,6 +114,12 @@ class Schedules:
     def paged_schedule(self, config: Config, batch: PagedBatch) -> Mapping[str, Value]:
         """Run-time parameters of a kernel for sequences of a paged cache."""
         return {}
+
+    def paged_us(self, config: Config, batch: PagedBatch) -> float | None:
+        """Expected time of the schedule of a kernel that splits the keys of such sequences,
+        microseconds; None of other kernels.
+        """
+        return None
 
     def ordered_schedule(self, config: Config) -> Mapping[str, Value]:
         """As `paged_schedule`, of parts that add in one order whatever the batch is."""

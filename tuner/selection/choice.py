@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.by_operation import MAX_SIZE_FACTOR, AnyDomain, AttentionDomain
+from tuner.families.schedules import PagedBatch
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, Problem
@@ -41,6 +42,8 @@ SHORT_TALL, MAX_SHORT_KEYS = 1.25, 1024
 #: say, beside kernels of single heads: 0.55 to 1.2, 0.74 in the geometric mean of 10 drawn batches
 #: (an H200, 29 November 2026).
 FILLED = 0.7
+#: Time of kernels that split keys at prompts over that of their schedules, which are of decoding.
+DIVIDED = 1.15
 #: The same as `PERSISTENT_AT_DECODING` of such a kernel for at most `MAX_SHORT_KEYS`.
 FILLED_AT_SHORT = 1.7
 #: Time of a kernel whose blocks take equal parts of all keys over the best of the others, for at
@@ -287,13 +290,21 @@ def _filled(config: Config, group: int) -> float:
 def _prompts_over_pages(
     times: DomainTimes, problem: Any, estimates: Iterable[Estimate]
 ) -> list[Estimate]:
-    """Estimates of prompts over pages, with the factor of `_filled`."""
+    """Estimates of prompts over pages, with the factor of `_filled`, and of kernels that split keys
+    by the times of their schedules.
+    """
     group, candidates = problem.heads_q // problem.heads_kv, times.models.candidates
     factors = [_filled(one.config, group) for one in candidates]
-    return [
-        (cautious_us * factors[place], us * factors[place], place, splits)
-        for cautious_us, us, place, splits in estimates
-    ]
+    batch = PagedBatch.of(problem, times.gpu.sm_count)
+    divided = [family(one.config.family).paged_us(one.config, batch) for one in candidates]
+    found = list[Estimate]()
+    for cautious_us, us, place, splits in estimates:
+        if (whole := divided[place]) is None:
+            ratio = factors[place]
+            found.append((cautious_us * ratio, us * ratio, place, splits))
+        else:
+            found.append((whole * DIVIDED, whole * DIVIDED, place, splits))
+    return found
 
 
 def _form(config: Config) -> Hashable:

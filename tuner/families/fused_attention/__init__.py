@@ -330,6 +330,11 @@ class FusedAttention(Family):
         combined: Mapping[str, Value] = {"combine": combine} if combine else {}
         return {"splits": splits, **combined, "pdl": False}
 
+    def paged_us(self, config: Config, batch: PagedBatch) -> float | None:
+        if config["persistent"] or config["warp_groups"] > 1 or "stream_k" in config.params:
+            return None
+        return paged_schedule.best_us(paged_schedule.decoding(config, batch))
+
     def ordered_schedule(self, config: Config) -> Mapping[str, Value]:
         is_shared = "split_keys" in config.params and "combine" in config.params
         return {"splits": 1, "combine": "kernel"} if is_shared else {"splits": 1}

@@ -12,10 +12,9 @@ from typing import Literal
 from tuner.config import Config, Value
 from tuner.families.fused_attention.packing import MAX_PACKED, NAME
 
-#: Time of a prompt by a kernel of so many groups over that by the rates of the dense kernel that it
-#: has. One group: mean of six, 1.5 to 2.2 (an H100, 25 November 2026). Three groups: what sets the
-#: tie with two, which their rates make too fast, at 300 tiles (an H200, 29 November 2026).
-AT_PROMPTS = {1: 1.72, 3: 0.75}
+#: Time of a prompt by a kernel of so many groups over that by the dense kernel's rates, which make
+#: three groups too fast: a tie with two at 300 tiles (an H200, 29 November 2026).
+AT_PROMPTS = {3: 0.75}
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.

@@ -425,9 +425,8 @@ class UnpreparedPages:
         key, value, table, used, starts, *factors = others
         options = {**self._options, "page_table": table, "seqused_k": used, "out": out}
         options |= zip(DESCALES, (one.expand(len(used), -1) for one in factors), strict=False)
-        if starts.numel():
-            rows = starts, lengths[0]
-        else:
+        rows: tuple[Any, ...] = starts, lengths[0]
+        if not starts.numel():
             rows, query = (None, None), query.unflatten(0, (len(used), lengths[0]))
             options["out"] = None if out is None else out.view(query.shape)
         given = self._fwd(

@@ -94,11 +94,12 @@ class PagedCall(Paged, Call):
     def usual_q(self) -> int:
         """Queries of a sequence that a kernel is selected for, never one where a sequence has more.
 
-        They are the most, or the mean where that is less than half of it. In a batch of a chunk and
-        many that decode these take longest.
+        They are the mean: in a batch of a chunk and many that decode these take longest. Of few
+        queries they are the most, where that is at most twice the mean.
         """
         mean: int = -(-self.query.shape[0] // max(1, self.batch))
-        return self.longest_q if self.longest_q <= 2 * mean else max(2, mean)
+        most = self.longest_q
+        return most if most <= min(2 * mean, MAX_SHORT) else min(most, max(2, mean))
 
     @property
     def is_unlike(self) -> bool:
@@ -203,8 +204,8 @@ class PagedCall(Paged, Call):
         """A peer's answer, of this call's lengths."""
         if not isinstance(plan.call, UnpreparedPages):
             return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} reads no pages")
-        options = {"lengths": (self.longest_q, self.longest_kv), "out": self.out}
-        call = partial(plan.call.run, **options, with_lse=self.with_lse)
+        lengths = self.longest_q, self.longest_kv
+        call = partial(plan.call.run, lengths=lengths, out=self.out, with_lse=self.with_lse)
         found = table.run_all(replace(plan, call=call), *self.inputs)
         return found if isinstance(found, Refusal) or self.with_lse else found[0]
 

@@ -19,9 +19,10 @@ from typing import Any
 from tuner.base import document
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import family
 from tuner.families.by_operation import AnyDomain, AttentionDomain
-from tuner.families.peers import ANSWERS
-from tuner.hardware import Gpu
+from tuner.families.peers import ANSWERS, BUILDS
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, problem_from_json
 from tuner.search.fits.refit import Refit, portfolio_file, rows, text_of
 from tuner.selection import portfolio_json
@@ -36,8 +37,10 @@ Measured = tuple[AttentionProblem, float]
 """A call, and the time of the tuner's answer over a peer's kernel's."""
 
 
-def measured(documents: Iterable[Mapping[str, Any]]) -> dict[tuple[AnyDomain, str], list[Measured]]:
-    """Calls by domain and peer's kernel."""
+def measured(
+    documents: Iterable[Mapping[str, Any]], gpu: Gpu = DEFAULT_GPU
+) -> dict[tuple[AnyDomain, str], list[Measured]]:
+    """Calls by domain and peer's kernel that takes them."""
     calls: dict[tuple[AnyDomain, str], list[Measured]] = defaultdict(list)
     for row in documents:
         problem, us = problem_from_json(row["problem"]), row.get("us", {})
@@ -45,7 +48,8 @@ def measured(documents: Iterable[Mapping[str, Any]]) -> dict[tuple[AnyDomain, st
             continue
         if (domain := AttentionDomain.holding(problem)) is not None:
             for kernel in ANSWERS.keys() & us.keys():
-                calls[domain, kernel].append((problem, us["tuner"] / us[kernel]))
+                if family(FAMILY).accepts(problem, Config(FAMILY, {"kernel": kernel}), gpu):
+                    calls[domain, kernel].append((problem, us["tuner"] / us[kernel]))
     return {key: some for key, some in calls.items() if len(some) >= MIN_CALLS}
 
 
@@ -67,8 +71,8 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         raise ConfigError(f"no portfolio of attention ships for {gpu.name}")
     result = Refit("cache/portfolio")
     peers: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
-    for (domain, kernel), some in sorted(measured(rows(files)).items()):
-        build = builds[ANSWERS[kernel]]
+    for (domain, kernel), some in sorted(measured(rows(files), gpu).items()):
+        build = builds[BUILDS.get(kernel, ANSWERS[kernel])]
         logs = [math.log(ratio) for ratio in _by_others(domain, kernel, some)]
         text = f"{domain.label()}, {kernel}: {len(some)} calls, answers {len(logs)}"
         if logs:
@@ -100,7 +104,8 @@ def _builds(files: Sequence[Path]) -> dict[str, str]:
     for path in files:
         try:
             head = document.parse(text_of(path).partition("\n")[0])
-            builds = {word: str(head[word]) for word in set(ANSWERS.values()) if word in head}
+            names = {*ANSWERS.values(), *BUILDS.values()}
+            builds = {name: str(head[name]) for name in names if name in head}
         except (ValueError, TypeError, KeyError) as exc:
             raise ConfigError(f"{path} has no heading of a bench: {exc!r}") from exc
         for word, build in builds.items():
