@@ -94,8 +94,8 @@ class PagedCall(Paged, Call):
     def usual_q(self) -> int:
         """Queries of a sequence that a kernel is selected for, never one where a sequence has more.
 
-        They are the mean: in a batch of a chunk and many that decode these take longest. Of few
-        queries they are the most, where that is at most twice the mean.
+        They are the mean: in a batch of a chunk and many that decode these take longest. Few
+        queries count by the most of a sequence, where that is at most twice the mean.
         """
         mean: int = -(-self.query.shape[0] // max(1, self.batch))
         most = self.longest_q
