@@ -361,6 +361,20 @@ def test_products_and_attention_without_a_kernel_are_errors(serving: Serving, dt
     calls[0]()  # PyTorch's again
 
 
+def test_calls_without_rows_are_pytorchs(serving: Serving) -> None:
+    import tuner
+
+    none, b = torch.ones(0, 24).half(), torch.ones(16, 24).half()
+    with tuner.deterministic(BATCH):
+        for _ in range(2):
+            assert tuner.linear(none, b).shape == tuner.matmul(none, b.t()).shape == (0, 16)
+        assert tuner.swiglu(none, torch.ones(64, 24).half()).shape == (0, 32)
+        assert serving.machine.attention(*inputs((0, 2, 16, 24))).shape == (0, 2, 16, 24)
+        experts = torch.ones(2, 16, 24).half(), torch.ones(2, 24, 8).half()
+        places = torch.ones(0, 2, dtype=torch.int32), torch.ones(0, 2)
+        assert tuner.moe(none, *places, *experts).shape == (0, 24)
+
+
 @pytest.mark.parametrize("window", [(200, -1), (200, 200)])
 def test_a_window_that_hides_no_key_yet_is_one_of_the_longer_calls_layer(
     window: tuple[int, int], on_cpu: SimpleNamespace

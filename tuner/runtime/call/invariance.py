@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tuner import settings
 from tuner.errors import ConfigError, NotInvariantError
@@ -77,15 +78,19 @@ def look() -> bool:
     return was_on
 
 
-def forbid(reason: str) -> None:
+def forbid(reason: str, rows: Any = None) -> None:
     """Nothing outside of the mode; to be called before another kernel than a class's answers.
 
     Calls that are made often ask `was_on` first.
 
+    Args:
+        reason: why no kernel of the class answers.
+        rows: the call's rows, a tensor; without an element they have no bits.
+
     Raises:
         NotInvariantError: in the mode.
     """
-    if is_on():
+    if is_on() and (rows is None or rows.numel()):
         raise NotInvariantError(
             f"no kernel gives this call the same bits in any batch: {reason} (outside of "
             "tuner.deterministic('batch') and without TUNER_BATCH_INVARIANT PyTorch may answer)"

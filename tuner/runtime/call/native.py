@@ -71,7 +71,7 @@ def attend(
         NotInvariantError: in the mode of `tuner.deterministic`.
     """
     if invariance.was_on:
-        invariance.forbid("PyTorch's attention")
+        invariance.forbid("PyTorch's attention", query)
     options = dropout_p, is_causal, scale, enable_gqa
     if attn_mask is None and handed_over.is_ready(query, key, value):
         return _pytorchs(query, key, value, attn_mask, *options)

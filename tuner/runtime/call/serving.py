@@ -149,7 +149,7 @@ def answer(call: Call) -> torch.Tensor | None:
         if copy is not None:
             return serve(copy)
     if invariance.was_on:
-        invariance.forbid(out.reason)
+        invariance.forbid(out.reason, inputs[0])
     if (dispatched := call.dispatched) is None:
         counters.count_fallback(out.reason)
     else:

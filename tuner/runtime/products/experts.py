@@ -117,8 +117,9 @@ def answer(call: Layer) -> torch.Tensor | None:
     refusal = _refusal(call)
     rows = None if refusal else expert_rows.by_kernel(call.hidden.device)
     if rows is None:
-        invariance.forbid((refusal or Refusal(Kind.EXPERT_ROWS)).reason)
-        counters.count_fallback((refusal or Refusal(Kind.EXPERT_ROWS)).reason)
+        reason = (refusal or Refusal(Kind.EXPERT_ROWS)).reason
+        invariance.forbid(reason, call.hidden)
+        counters.count_fallback(reason)
         return None
     return _launched(call, rows)
 

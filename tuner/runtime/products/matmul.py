@@ -106,7 +106,7 @@ def linear(
         if product is not None and product is not dispatch.REFUSED:
             return product
     if invariance.was_on:
-        invariance.forbid("PyTorch's linear")
+        invariance.forbid("PyTorch's linear", input)
     if not torch.compiler.is_compiling() and _gains_by_parts(input, weight, bias):
         # The parts need the output's memory twice.
         with suppress(torch.OutOfMemoryError):
@@ -232,7 +232,7 @@ def _linear_of_blocks(
         call = ScaledCall(a, weight.t(), scale_a, scale.t(), None, None, torch.bfloat16, True)
         out = serving.answer(call)
     if out is None:
-        invariance.forbid("PyTorch's linear of dequantised weights")
+        invariance.forbid("PyTorch's linear of dequantised weights", input)
         return functional.linear(input, block_scaled.dequantised(weight, scale))
     return out.view(*input.shape[:-1], weight.shape[0])
 
@@ -265,7 +265,7 @@ def matmul(
         if product is not None and product is not dispatch.REFUSED:
             return product
     if invariance.was_on:
-        invariance.forbid("PyTorch's matmul")
+        invariance.forbid("PyTorch's matmul", input)
     return torch.matmul(input, other, out=out)
 
 
