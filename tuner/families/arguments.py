@@ -62,7 +62,7 @@ class Arguments:
 
 
 def _ordered(kind: str, names: tuple[str, ...], values: Mapping[str, Any]) -> tuple[Any, ...]:
-    if len(values) != len(names) or any(name not in values for name in names):
+    if len(values) != len(names) or not values.keys() >= set(names):
         missing = ", ".join(name for name in names if name not in values) or "none"
         unknown = ", ".join(name for name in values if name not in names) or "none"
         raise ValueError(f"{kind} of a launch: missing {missing}; not declared {unknown}")

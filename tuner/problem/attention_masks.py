@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 from tuner.problem.base import DType, Problem
@@ -156,12 +157,7 @@ class MaskedAttention(Problem):
         """Lengths evenly spread from `longest` down to a quarter of it, in a fixed order; all
         `longest` if lengths do not vary.
         """
-        if not self.is_varlen:
-            return (longest,) * self.batch
-        step = (longest - -(-longest // 4)) / max(1, self.batch - 1)
-        spread = [longest - round(index * step) for index in range(self.batch)]
-        random.Random(_LENGTHS_SEED).shuffle(spread)
-        return tuple(spread)
+        return _spread(longest, self.batch) if self.is_varlen else (longest,) * self.batch
 
     @property
     def total_q(self) -> int:
@@ -182,3 +178,11 @@ class MaskedAttention(Problem):
             -(-self.seqlen_q // BLOCK_SIZE),
             -(-self.seqlen_kv // BLOCK_SIZE),
         )
+
+
+@lru_cache(1024)
+def _spread(longest: int, count: int) -> tuple[int, ...]:
+    step = (longest - -(-longest // 4)) / max(1, count - 1)
+    spread = [longest - round(index * step) for index in range(count)]
+    random.Random(_LENGTHS_SEED).shuffle(spread)
+    return tuple(spread)
