@@ -35,7 +35,6 @@ NAMES = (
 MOVED = {
     **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
-    **{name: "scripts/bench search --preset units" for name in ("compile_ways",)},
     "counters": "tuner profile",
     "repeats": "scripts/bench search --preset repeats",
     **dict.fromkeys(("sweeps", "search --preset sweeps"), "scripts/bench tuner --preset quick"),

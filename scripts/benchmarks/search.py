@@ -1,4 +1,4 @@
-"""The search itself: recorded sweeps replayed, repeated sweeps, units of kernels.
+"""The search itself: recorded sweeps replayed, and repeated sweeps.
 
 Results of ``recorded`` make expected seconds and losses (``tuner fit stopping``). Each sweep of
 ``repeats`` is a process of its own, ``tuner sweep``.
@@ -6,89 +6,15 @@ Results of ``recorded`` make expected seconds and losses (``tuner fit stopping``
 
 from __future__ import annotations
 
-import tempfile
-from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from benchmarks import search_recorded, search_sweeps
-from benchmarks.harness import Bench, Preset, Row
-from benchmarks.rows import markdown
+from benchmarks.harness import Bench, Preset
 from tuner.cli import Parser
-from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.compiler import NVCC_TIMEOUT_S, UNIT, Compiler
-from tuner.compile.toolchain import find_toolchain
-from tuner.compile.units import shared
-from tuner.families import families_of
-from tuner.families.base import KernelSpec
-from tuner.hardware import DEFAULT_GPU
-from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
+from tuner.problem import PROBLEMS
 from tuner.runners import recording_archive
 
-COMPILED: tuple[Problem, ...] = (
-    AttentionProblem.parse("S=1024,D=64"),
-    GemmProblem.parse("M=4096,N=4096,K=4096"),
-)
-"""Problems whose kernels are compiled in units."""
 HOUR_S = 3600.0
-
-
-@dataclass(frozen=True)
-class CompiledUnit:
-    """Kernels of the least estimates that are compiled together."""
-
-    problem: Problem
-    kernels: int
-    group = "compile"
-
-    @property
-    def label(self) -> str:
-        """Problem and number of kernels."""
-        return f"{self.problem.op} {self.problem.label()}, {self.kernels} kernels"
-
-
-def specs(case: CompiledUnit) -> list[KernelSpec]:
-    """Kernels of a unit: that of the least estimate, and those most like it among the next."""
-    problem = case.problem
-    member = next(f for f in families_of(problem.op).values() if not f.is_vendor)
-    space = sorted(
-        member.space(problem, DEFAULT_GPU),
-        key=lambda config: member.predict_us(problem, config, DEFAULT_GPU),
-    )
-    every = dict.fromkeys(spec for c in space for spec in member.kernels(problem, c).values())
-    first, *others = islice(every, 2 * UNIT)
-    others.sort(key=lambda spec: shared(first, spec), reverse=True)
-    return [first, *others][: case.kernels]
-
-
-def compile_unit(case: CompiledUnit, _: Namespace) -> Row:
-    """CPU-seconds of a unit.
-
-    Raises:
-        CompileError: when it does not compile, or the compiler is missing.
-    """
-    tools = find_toolchain()
-    with (
-        tempfile.TemporaryDirectory() as name,
-        Compiler(tools, ArtifactCache(Path(name)), jobs=1, batch=case.kernels) as compiler,
-    ):
-        built = [future.result() for _, future in compiler.submit(specs(case))]
-    versions = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
-    cpu_s = round(sum(artifact.compile_cpu_s for artifact in built), 1)
-    return {"cpu_s": cpu_s, "host_compiler": tools.host_version, **versions}
-
-
-def unit_line(row: Row) -> str:
-    """CPU-seconds of a unit."""
-    return f"{row['case']}: {row['cpu_s']:.1f} CPU-s"
-
-
-def units_table(rows: Sequence[Row]) -> list[str]:
-    """CPU-seconds by unit."""
-    done = [(row["case"], f"{row['cpu_s']:.1f}") for row in rows if "cpu_s" in row]
-    return markdown([("unit", "CPU-seconds"), *done])
 
 
 def options(parser: Parser) -> None:
@@ -130,15 +56,6 @@ BENCH = Bench(
             search_sweeps.repeats_table,
             limit_s=HOUR_S,
             is_fresh=True,
-        ),
-        "units": Preset(
-            "CPU-seconds of units of 1, 2, 4, 8 and 16 kernels; no GPU",
-            lambda _: [CompiledUnit(p, count) for p in COMPILED for count in (1, 2, 4, 8, 16)],
-            compile_unit,
-            unit_line,
-            units_table,
-            limit_s=2 * NVCC_TIMEOUT_S,
-            needs_gpu=False,
         ),
     },
     options,

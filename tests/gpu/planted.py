@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from bare_family import BareFamily
+
 from tuner.config import Config
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, KernelSpec, Launch, Ref
 from tuner.hardware import Gpu
 from tuner.problem import Problem
 
@@ -33,7 +35,7 @@ MASK_FAULTS = {"leak": True, "miss": True, "padding": False, "scale": False, "fu
 WORDS = {"fault": ("good", *FAULTS, *MASK_FAULTS)}
 
 
-class Planted(Family):
+class Planted(BareFamily):
     """`repeat` makes a good kernel slower."""
 
     name, op = "planted", "gemm"
@@ -41,14 +43,8 @@ class Planted(Family):
     domains: ClassVar[Mapping[str, Domain]] = {**WORDS, "repeat": (1, 2, 4)}
     optional = frozenset({"repeat"})
 
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [good(4), *(faulty(fault) for fault in FAULTS), good(1), good(2)]
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 1.0
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         return {"main": KernelSpec("planted.cu.j2", {"fault": config["fault"]}, WORDS)}

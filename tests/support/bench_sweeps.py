@@ -1,4 +1,4 @@
-"""Sweeps, jobs and compilers that smoke runs of the bench `search` need beside a device."""
+"""Sweeps and jobs that smoke runs of the bench `search` need beside a device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from tuner.config import Config
-from tuner.families.base import Family, KernelSpec
+from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import Problem
@@ -94,27 +94,3 @@ def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(search_sweeps, "python_command", command)
     monkeypatch.setattr(search_sweeps, "Runners", Machines)
     monkeypatch.setattr(search_sweeps, "replayed", lambda folder: True)
-
-
-class Built:
-    """A compiler that takes a second for each kernel."""
-
-    def __init__(self, *_: object, **options: object) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Any]]:
-        artifact = SimpleNamespace(compile_cpu_s=1.0)
-        return [(spec, SimpleNamespace(result=lambda: artifact)) for spec in specs]
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import search
-
-    tools = SimpleNamespace(nvcc_version="13", cutlass_version="4", host_version="12")
-    monkeypatch.setattr(search, "find_toolchain", lambda: tools)
-    monkeypatch.setattr(search, "Compiler", Built)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bare_family import BareFamily
 
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
@@ -34,20 +35,14 @@ def misaligned(tensor: Any) -> Any:
     return room.copy_(tensor)
 
 
-class Toy(Family):
+class Toy(BareFamily):
     """Two kernels: the first writes scratch, the second the output."""
 
     name = "toy"
     op = "attention"
 
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [Config("toy", {"n": 1})]
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 1.0
 
     def scratch_bytes(self, problem: Problem, config: Config) -> int:
         return 100

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bare_family import BareFamily
 
 import tuner
 from tuner.compile import dispatcher
@@ -23,7 +24,7 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.toolchain import find_host_compiler
 from tuner.config import Config
 from tuner.errors import CompileError
-from tuner.families.base import Family, Launch, Ref
+from tuner.families.base import Launch, Ref
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
@@ -55,19 +56,13 @@ int tuner_KEY_launch(void* const* tensors, int64_t const* n, double const*, void
 """
 
 
-class Toy(Family):
+class Toy(BareFamily):
     """One kernel, the same for all problems."""
 
     name, op = "toy", "attention"
 
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [Config("toy", {"n": 1})]
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 1.0
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         output = problem.output

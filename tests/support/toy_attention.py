@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import pytest
+from bare_family import BareFamily
 
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.base import Domain, Family, KernelSpec
+from tuner.families.base import Domain, KernelSpec
 from tuner.hardware import Gpu
 from tuner.problem import Problem
 from tuner.tuning import revalidate
 
 
-class Toy(Family):
+class Toy(BareFamily):
     """Legal everywhere, one kernel a config, as fast as there is work."""
 
     name = "toy_attention"
     op = "attention"
     domains: ClassVar[Mapping[str, Domain]] = {"tile": (0, 1, 2, 3, 4, 5)}
-
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return []
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         return {"attention": KernelSpec("toy.cu.j2", config.params)}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from bare_family import BareFamily
 
 from tuner.config import Config
 from tuner.families.base import Domain, Family
@@ -29,7 +30,7 @@ REGIME = Regime("stream", "warm")
 ENVIRONMENT = Environment({"driver": "1"})
 
 
-class Toy(Family):
+class Toy(BareFamily):
     """One file, one template: all that a family is."""
 
     name = "toy"
@@ -41,9 +42,6 @@ class Toy(Family):
         "k": (16, 32, 64),
         "raster": ("m", "n"),
     }
-
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [
@@ -58,14 +56,11 @@ class Toy(Family):
         return 10.0 + config["m"] / 64
 
 
-class ToyVendor(Family):
+class ToyVendor(BareFamily):
     name = "vendor_toy"
     op = "gemm"
     is_vendor = True
     domains: ClassVar[Mapping[str, Domain]] = {"library": ("blas", "absent")}
-
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [Config(self.name, {"library": name}) for name in ("blas", "absent")]
@@ -74,7 +69,7 @@ class ToyVendor(Family):
         return 10.0
 
 
-class Composite(Family):
+class Composite(BareFamily):
     """Two stages, both GEMMs, with one parameter of its own."""
 
     name = "composite"
@@ -84,9 +79,6 @@ class Composite(Family):
 
     def __init__(self, winners: Mapping[str, Sequence[Config]] | None = None) -> None:
         self.winners = winners or {}
-
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
         return {"qk": GemmProblem(512, 512, 64), "pv": GemmProblem(512, 64, 512)}

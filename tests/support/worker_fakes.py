@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from bare_family import BareFamily
+
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, GateError
-from tuner.families.base import Family
 from tuner.measure.bursts import Entrant
 from tuner.measure.rounds import Timing
 from tuner.measure.tolerance import Verdict
@@ -22,17 +23,8 @@ PROBLEM = GemmProblem(m=512, n=512, k=512)
 KERNEL = Artifact("k" * 32, Path("/nowhere/kernel.so"), "0" * 64, None, 0.0)
 
 
-class Toy(Family):
+class Toy(BareFamily):
     name, op = "toy", "gemm"
-
-    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
-        return []
-
-    def space(self, problem: Any, gpu: Any) -> list[Config]:
-        return []
-
-    def predict_us(self, problem: Any, config: Any, gpu: Any) -> float:
-        return 1.0
 
 
 class FakeDevice:

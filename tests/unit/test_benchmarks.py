@@ -32,7 +32,7 @@ from bench_programs import (  # noqa: F401
     vllm,
 )  # fmt: skip
 from bench_sglang import attention, runner  # noqa: F401
-from bench_sweeps import compiler, sweeps  # noqa: F401
+from bench_sweeps import sweeps  # noqa: F401
 from bits_fakes import row_by_row  # noqa: F401
 from programs import ran
 
@@ -77,7 +77,6 @@ PREPARED: dict[tuple[str, str], str] = {
     **{("tuner", preset): "sweeps" for preset in ("quick", "full")},
     ("tuner", "helion"): "helion",
     ("tuner", "inductor"): "uncompiled",
-    ("search", "units"): "compiler",
 }
 """Fixtures that smoke runs need beside the device, by bench and preset."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from bare_family import BareFamily
 from fused_configs import maker
 from shipped_recordings import FILES, read_once
 
@@ -18,7 +19,7 @@ from tuner import cli
 from tuner.base import resources
 from tuner.config import Config
 from tuner.families import families, families_of
-from tuner.families.base import Domain, Family
+from tuner.families.base import Domain
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import (
@@ -132,14 +133,11 @@ def test_what_ships_is_the_fit_to_the_recordings() -> None:
     assert fits.constants(FITTED["gemv"]) == pytest.approx(FITTED["gemv"].constants, rel=0.01)
 
 
-class Toy(Family):
+class Toy(BareFamily):
     name = "toy"
     op = "gemm"
     domains: ClassVar[Mapping[str, Domain]] = {"x": tuple(range(1, 60))}
     cost_constants: ClassVar[Mapping[str, float]] = {"slope": 1.0, "fixed": 1.0}
-
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [Config(self.name, {"x": x}) for x in range(1, 60)]

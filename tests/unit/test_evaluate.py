@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bare_family import BareFamily
 from fake_compiler import FakeCompiler, FakeWorker
 
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
-from tuner.families.base import Family, KernelSpec
+from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.evaluate import (
     LOG_LIMIT,
@@ -30,20 +31,11 @@ REGIME = Regime("stream", "cold")
 USED = Resources(168, 0, 0, 0)
 
 
-class Toy(Family):
+class Toy(BareFamily):
     """One kernel a `tile`; `raster` is a run-time argument."""
 
     name, op = "toy", "gemm"
     runtime_parameters = frozenset({"raster"})
-
-    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
-        return []
-
-    def space(self, problem: Any, gpu: Any) -> list[Config]:
-        return []
-
-    def predict_us(self, problem: Any, config: Any, gpu: Any) -> float:
-        return 1.0
 
     def kernels(self, problem: Any, config: Config) -> dict[str, KernelSpec]:
         return {"main": KernelSpec("toy.cu.j2", {"tile": 128 // config["tile"]})}

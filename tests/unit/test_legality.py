@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import pytest
+from bare_family import BareFamily
 
 from tuner import families as families_room
 from tuner.cli import legality, main
@@ -26,7 +27,7 @@ from tuner.cli.legality import (
 from tuner.compile import compiler as compiler_room
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.base import Domain, Family
+from tuner.families.base import Domain
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
 from tuner.measurement import Measurement, Regime, Resources, Status
@@ -38,7 +39,7 @@ REGIME = Regime("stream", "cold")
 CLEAN, SPILLING = Resources(168, 0, 0, 0), Resources(255, 64, 0, 64)
 
 
-class Toy(Family):
+class Toy(BareFamily):
     """Legal where the tile is at most `limit`; serves square problems alone."""
 
     name, op = "toy", "gemm"
@@ -56,9 +57,6 @@ class Toy(Family):
 
     def space(self, problem: Any, gpu: Any) -> list[Config]:
         return [config(0)] if problem.m == problem.n else []
-
-    def predict_us(self, problem: Any, config: Config, gpu: Any) -> float:
-        return 1.0
 
 
 def config(tile: int) -> Config:

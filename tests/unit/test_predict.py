@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
+from bare_family import BareFamily
 
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.base import Domain, Family, KernelSpec
+from tuner.families.base import Domain, KernelSpec
 from tuner.families.peers.blas import VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance, Regime
@@ -22,14 +23,11 @@ PROBLEM = GemmProblem(256, 256, 256)
 REGIME = Regime("stream", "cold")
 
 
-class Toy(Family):
+class Toy(BareFamily):
     name = "toy"
     op = "gemm"
     runtime_parameters = frozenset({"raster"})
     domains: ClassVar[Mapping[str, Domain]] = {"m": tuple(range(1, 31)), "raster": ("m", "n")}
-
-    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [Config("toy", {"m": m, "raster": r}) for m in range(1, 31) for r in "mn"]

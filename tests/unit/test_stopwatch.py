@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bare_family import BareFamily
 from clocked import FakeDevice
 
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.base import Family, Launch, Ref
+from tuner.families.base import Launch, Ref
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import bursts as bursts_module
 from tuner.measure import device, rounds
@@ -376,17 +377,8 @@ def test_a_burst_keeps_what_its_graphs_read(launch: str) -> None:
     assert all(copy() is None for copy in copies)
 
 
-class Toy(Family):
+class Toy(BareFamily):
     name, op = "toy", "gemm"
-
-    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
-        return []
-
-    def space(self, problem: Any, gpu: Any) -> list[Config]:
-        return []
-
-    def predict_us(self, problem: Any, config: Any, gpu: Any) -> float:
-        return 1.0
 
     def launches(self, problem: Any, config: Any, scale: float) -> list[Launch]:
         return [
