@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,15 @@ def add_inputs(parser: argparse.ArgumentParser, about: str = "state of the input
     parser.add_argument("--l2", choices=("warm", "cold"), help=about)
 
 
+def add_place(
+    parser: argparse.ArgumentParser, about_gpu: str = "as H200; default: this machine's"
+) -> None:
+    """Add ``--gpu``, ``--regime`` and ``--l2``: what identifies an entry beside its problem."""
+    parser.add_argument("--gpu", metavar="NAME", help=about_gpu)
+    add_launch(parser)
+    add_inputs(parser)
+
+
 def within(
     least: float, most: float = math.inf, kind: type[int] | type[float] = int
 ) -> Callable[[str], Any]:
@@ -89,6 +99,11 @@ def add_result(
     add_store(parser)
     parser.add_argument("--json", action="store_true", help=about)
     parser.set_defaults(run=run)
+
+
+def tell(args: argparse.Namespace, data: object, text: str) -> None:
+    """Print a command's result: as one JSON document under ``--json``, else as text."""
+    print(json.dumps(data) if args.json else text)
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:

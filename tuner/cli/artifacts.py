@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from typing import Any
 
 from tuner.base.printable import one_line
+from tuner.cli.arguments import tell
 from tuner.errors import ConfigError
 
 DEFAULT_MAX_SIZE = "2GB"
@@ -52,10 +52,8 @@ def show(args: argparse.Namespace) -> int:
         "artifacts": len(cache.keys()),
         "bytes": cache.total_bytes(),
     }
-    if args.json:
-        print(json.dumps(facts))
-    else:
-        print(f"{facts['folder']}: {facts['artifacts']} kernels, {text(cache.total_bytes())}")
+    said = f"{facts['folder']}: {facts['artifacts']} kernels, {text(cache.total_bytes())}"
+    tell(args, facts, said)
     return 0
 
 
@@ -72,10 +70,8 @@ def shrink(args: argparse.Namespace) -> int:
     cache = ArtifactCache()
     removed, freed = cache.prune(limit)
     remaining = cache.total_bytes()
-    if args.json:
-        print(json.dumps({"removed": removed, "freed_bytes": freed, "bytes": remaining}))
-    else:
-        print(f"{removed} kernels removed, {text(freed)} freed, {text(remaining)} left")
+    data = {"removed": removed, "freed_bytes": freed, "bytes": remaining}
+    tell(args, data, f"{removed} kernels removed, {text(freed)} freed, {text(remaining)} left")
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from tuner import settings
 from tuner.base import filesystem
 from tuner.base.install import extra_command, install_command
+from tuner.cli.arguments import tell
 from tuner.compile import prebuilt
 from tuner.errors import CompileError, ConfigError, StoreError, TunerError
 from tuner.families.peers.installed import PEERS
@@ -57,12 +57,9 @@ def run(args: argparse.Namespace) -> int:
     findings = examine(args.device)
     missing = {f.name for f in findings if f.state == MISSING}
     verdict = conclude(missing)
-    if args.json:
-        rows = [asdict(f) for f in findings]
-        print(json.dumps({"can_measure": not missing, "verdict": verdict, "findings": rows}))
-    else:
-        print(findings_text(findings))
-        print(verdict)
+    rows = [asdict(f) for f in findings]
+    data = {"can_measure": not missing, "verdict": verdict, "findings": rows}
+    tell(args, data, f"{findings_text(findings)}\n{verdict}")
     return 1 if missing else 0
 
 

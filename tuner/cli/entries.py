@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.base import output, resources
 from tuner.cli.arguments import (
-    add_inputs,
-    add_launch,
     add_op,
+    add_place,
     add_result,
     add_store,
     problem_of,
     regimes_of,
+    tell,
     url_of,
 )
 from tuner.cli.imports import import_file
@@ -61,7 +61,7 @@ def register(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     add_model(parser, what)
-    _place(parser)
+    add_place(parser)
     _other_gpu(parser)
     parser = _add(
         subparsers, "list", list_all, "list the entries of the store, and the shipped ones"
@@ -128,7 +128,7 @@ def _add(
 def _shape(parser: argparse.ArgumentParser) -> None:
     add_op(parser)
     parser.add_argument("--shape", required=True, metavar="KEY=VALUE,...", help="as S=1024,D=64")
-    _place(parser)
+    add_place(parser)
 
 
 def _filters(parser: argparse.ArgumentParser) -> None:
@@ -136,16 +136,10 @@ def _filters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", metavar="KEY=VALUE,...", help="a shape of --op (default: of attention)"
     )
-    _place(parser)
+    add_place(parser)
     parser.add_argument(
         "--provenance", choices=[str(p) for p in Provenance], help="only entries with such times"
     )
-
-
-def _place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's")
-    add_launch(parser)
-    add_inputs(parser)
 
 
 def _other_gpu(parser: argparse.ArgumentParser) -> None:
@@ -166,11 +160,9 @@ def look_up(args: argparse.Namespace) -> int:
     if answer is None:
         return 0 if _print_rule(args, problem) else _miss(args, problem)
     served = availability.switched(availability.of_answer(answer))
-    if args.json:
-        data = describe.answer_json(answer, problem, ranking=False)
-        print(json.dumps({**data, "served_here": served._asdict()}))
-    else:
-        print(describe.answer_text(answer, problem, _source(args), _served(args, served)))
+    data = describe.answer_json(answer, problem, ranking=False)
+    text = describe.answer_text(answer, problem, _source(args), _served(args, served))
+    tell(args, {**data, "served_here": served._asdict()}, text)
     return 0
 
 
@@ -183,12 +175,10 @@ def _print_rule(args: argparse.Namespace, problem: Problem) -> bool:
     selected = availability.without_absent(problem, selected, gpu)
     expected_us, config = selected.expected[0]
     served = availability.switched(availability.of_kernel(problem, config, gpu))
-    if args.json:
-        place = {"kind": "rule", "op": problem.op, "shape": problem.label(), "gpu": gpu.name}
-        kernel = {"config": config.to_json(), "expected_us": expected_us}
-        print(json.dumps({**place, **kernel, "served_here": served._asdict()}))
-    else:
-        print(describe.rule_text(problem, gpu, selected, _served(args, served)))
+    place = {"kind": "rule", "op": problem.op, "shape": problem.label(), "gpu": gpu.name}
+    kernel = {"config": config.to_json(), "expected_us": expected_us}
+    text = describe.rule_text(problem, gpu, selected, _served(args, served))
+    tell(args, {**place, **kernel, "served_here": served._asdict()}, text)
     return True
 
 
@@ -197,12 +187,8 @@ def list_all(args: argparse.Namespace) -> int:
     entries_here = known_entries(args)
     filters = _wanted(args, entries_here)
     entries_here = sorted((e for e in entries_here if e.matches(**filters)), key=describe.order_of)
-    if args.json:
-        print(json.dumps([describe.entry_json(entry) for entry in entries_here]))
-    elif entries_here:
-        print(describe.list_text(entries_here))
-    else:
-        print(f"no entries in {_source(args)}")
+    text = describe.list_text(entries_here) if entries_here else f"no entries in {_source(args)}"
+    tell(args, [describe.entry_json(entry) for entry in entries_here], text)
     return 0
 
 
@@ -288,13 +274,9 @@ def pin(args: argparse.Namespace) -> int:
         problem, gpu, regime = _one(args, store)
         config = _config(args.config, store, problem, gpu, regime)
         entry = store.pin(problem, gpu, regime, config)
-    if args.json:
-        print(json.dumps(describe.entry_json(entry)))
-    else:
-        print(
-            f"pinned for {problem.label()} on {gpu.name} ({regime}): "
-            f"{config}, {describe.microseconds(entry.winner.latency_us)} us"
-        )
+    text = f"pinned for {problem.label()} on {gpu.name} ({regime}): "
+    text += f"{config}, {describe.microseconds(entry.winner.latency_us)} us"
+    tell(args, describe.entry_json(entry), text)
     return 0
 
 
@@ -352,11 +334,8 @@ def unpin(args: argparse.Namespace) -> int:
     with _opened(args) as store:
         problem, gpu, regime = _one(args, store)
         done = store.unpin(problem, gpu, regime)
-    text = "no longer pinned" if done else "nothing was pinned"
-    if args.json:
-        print(json.dumps({"unpinned": done}))
-    else:
-        print(f"{text} for {problem.label()} on {gpu.name} ({regime})")
+    what = "no longer pinned" if done else "nothing was pinned"
+    tell(args, {"unpinned": done}, f"{what} for {problem.label()} on {gpu.name} ({regime})")
     return 0 if done else 1
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import tell
 from tuner.cli.subject import add_subject, subject_of
 from tuner.errors import NoValidConfigError
 from tuner.selection.describe import config_lines, wrapped
@@ -42,11 +42,8 @@ def run(args: argparse.Namespace) -> int:
     explanation = explain(subject)
     if explanation is None:
         raise NoValidConfigError(f"no own kernel passed for {subject.label} ({subject.source})")
-    if args.json:
-        facts = {"subject": subject.label, "source": subject.source}
-        print(json.dumps({**facts, **explanation.to_json()}))
-    else:
-        print(explanation_text(subject, explanation))
+    facts = {"subject": subject.label, "source": subject.source}
+    tell(args, {**facts, **explanation.to_json()}, explanation_text(subject, explanation))
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import OF_LIST, add_op, add_result
+from tuner.cli.arguments import OF_LIST, add_op, add_result, tell
 from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
 from tuner.errors import ConfigError
 from tuner.selection.describe import counted, microseconds, table
@@ -164,10 +164,7 @@ def _change(args: argparse.Namespace, what: str, change: Callable[[Store, str], 
     with open_store(args.store, create=False) as store:
         job = _find(store, args.id)
         count = change(store, job.id)
-    if args.json:
-        print(json.dumps({what: count}))
-    else:
-        print(f"{counted(count, 'problem')} of job {job.id} {what}")
+    tell(args, {what: count}, f"{counted(count, 'problem')} of job {job.id} {what}")
     return 0 if count else 1
 
 

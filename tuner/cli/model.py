@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import within
+from tuner.cli.arguments import tell, within
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.problem.engines import ENGINES, Engine
@@ -91,10 +90,7 @@ def look_up_model(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> int:
     of `answers_of`.
     """
     answers = answers_of(args, gpu, path)
-    if args.json:
-        print(json.dumps(answers_json(answers, gpu)))
-    else:
-        print(_text(answers, gpu))
+    tell(args, answers_json(answers, gpu), _text(answers, gpu))
     return 0
 
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.aot import ProgressNotes, say_planning
-from tuner.cli.arguments import (
-    add_inputs,
-    add_launch,
-    add_op,
-    add_result,
-    gpu_of,
-    usual_inputs,
-    within,
-)
+from tuner.cli.arguments import add_op, add_place, add_result, gpu_of, tell, usual_inputs, within
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Regime
@@ -59,9 +50,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--measured", action="store_true", help="use measured times only, predict none"
     )
-    parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
-    add_launch(parser)
-    add_inputs(parser)
+    add_place(parser, "as H200 (default)")
     add_result(parser, run)
 
 
@@ -85,11 +74,9 @@ def run(args: argparse.Namespace) -> int:
     timed = times(problems, gpu, found, predict=not args.measured, note=ProgressNotes())
     steps = plan(timed, args.within / 100)
     elsewhere = {p: rows[0].regime for p, rows in found.items() if rows[0].regime != regime}
-    if args.json:
-        facts = {"op": ops[0], "gpu": gpu.name, "regime": str(regime)}
-        print(json.dumps({**facts, **steps.to_json()}))
-    else:
-        print(plan_text(f"{ops[0]} on {gpu.name}, {regime}", steps, elsewhere))
+    facts = {"op": ops[0], "gpu": gpu.name, "regime": str(regime)}
+    text = plan_text(f"{ops[0]} on {gpu.name}, {regime}", steps, elsewhere)
+    tell(args, {**facts, **steps.to_json()}, text)
     return 1 if steps.unserved else 0
 
 

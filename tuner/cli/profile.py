@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tuner.cli.arguments import (
     add_op,
     add_result,
     problem_of,
+    tell,
     usual_inputs,
     within,
 )
@@ -84,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
     config, regime = _chosen(known_entries(args), problem, gpu, regimes, args.kernel)
     counted = _profile(ncu, problem, config, gpu, regime, args.timeout)
     path = keep(counted)
-    if args.json:
-        print(json.dumps(counted.to_json()))
-    else:
-        print(profile_text(counted))
+    tell(args, counted.to_json(), profile_text(counted))
     print(f"kept in {path}", file=sys.stderr)
     return 0
 

@@ -8,15 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import (
-    OF_LIST,
-    add_inputs,
-    add_launch,
-    add_op,
-    add_result,
-    gpu_of,
-    usual_inputs,
-)
+from tuner.cli.arguments import OF_LIST, add_op, add_place, add_result, gpu_of, usual_inputs
 from tuner.cli.sweep import problems_of
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
@@ -51,9 +43,7 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--problems", type=Path, metavar="FILE", help="YAML or JSON list, a file each in OUT"
     )
-    parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
-    add_launch(parser)
-    add_inputs(parser)
+    add_place(parser, "as H200 (default)")
     add_result(parser, run)
 
 

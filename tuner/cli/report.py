@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.base import output
+from tuner.cli.arguments import tell
 from tuner.cli.model import add_model, answers_json, answers_of, refuse_options
 from tuner.cli.subject import add_subject, gpu_of, subject_of
 from tuner.errors import ConfigError, NoValidConfigError
@@ -91,11 +92,9 @@ def run(args: argparse.Namespace) -> int:
         return _model(args, path)
     subject = subject_of(args)
     size = _write(path, subject)
-    if args.json:
-        print(json.dumps({**_facts(path, size, subject), "verdict": verdict(subject)}))
-    else:
-        print(verdict(subject))
-        print(f"{path}: {size / 1e6:.1f} MB, from {subject.source}")
+    said = verdict(subject)
+    text = f"{said}\n{path}: {size / 1e6:.1f} MB, from {subject.source}"
+    tell(args, {**_facts(path, size, subject), "verdict": said}, text)
     return 0
 
 
@@ -109,10 +108,8 @@ def _model(args: argparse.Namespace, path: Path) -> int:
     text, facts = model.verdict(name, answers, gpu), model.facts(args.model, answers, gpu)
     numbers = answers_json(answers, gpu)
     size = output.write(path, page(name, text, facts, model.sections(answers), numbers))
-    if args.json:
-        print(json.dumps({"path": str(path), "bytes": size, "verdict": text}))
-    else:
-        print(f"{text}\n{path}: {size / 1e6:.1f} MB")
+    data = {"path": str(path), "bytes": size, "verdict": text}
+    tell(args, data, f"{text}\n{path}: {size / 1e6:.1f} MB")
     return 0
 
 
@@ -193,8 +190,6 @@ def _pictures(args: argparse.Namespace) -> int:
         subject = subject_of(args)
         parts, source = sections(subject), subject.source
     written = pictures.write(pictures.specs(parts, only), args.pictures)
-    if args.json:
-        print(json.dumps({"paths": [str(path) for path in written], "source": source}))
-    else:
-        print(f"{len(written)} pictures in {args.pictures}, from {source}")
+    data = {"paths": [str(path) for path in written], "source": source}
+    tell(args, data, f"{len(written)} pictures in {args.pictures}, from {source}")
     return 0

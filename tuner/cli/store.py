@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.cli.arguments import store_named, url_of
+from tuner.cli.arguments import store_named, tell, url_of
 from tuner.errors import ConfigError
 from tuner.selection.describe import counted
 from tuner.store.reading import sqlite_file
@@ -72,11 +72,8 @@ def run_copy(args: argparse.Namespace) -> int:
         Store(args.target) as target,
     ):
         rows = copy(source, target, _Progress())
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        counts = ", ".join(f"{count} {name}" for name, count in rows.items() if count)
-        print(f"copied and compared: {counts or 'nothing, the store is empty'}")
+    counts = ", ".join(f"{count} {name}" for name, count in rows.items() if count)
+    tell(args, rows, f"copied and compared: {counts or 'nothing, the store is empty'}")
     return 0
 
 
@@ -86,10 +83,8 @@ def run_backup(args: argparse.Namespace) -> int:
 
     store = _sqlite(args)
     rows = back_up(store, args.file)
-    if args.json:
-        print(json.dumps({"store": str(store), "backup": str(args.file), **rows}))
-    else:
-        print(f"{store} backed up in {args.file}: {_counted(rows)}")
+    data = {"store": str(store), "backup": str(args.file), **rows}
+    tell(args, data, f"{store} backed up in {args.file}: {_counted(rows)}")
     return 0
 
 

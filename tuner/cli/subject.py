@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
+from tuner.cli.arguments import add_op, add_place, add_store, usual_inputs
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import PROBLEMS
 from tuner.selection.reader import find_gpu
@@ -23,9 +23,7 @@ def add_subject(parser: argparse.ArgumentParser) -> Any:
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     what.add_argument("--recording", type=Path, metavar="FILE", help="a recorded sweep")
     add_op(parser)
-    parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's, or H200")
-    add_launch(parser)
-    add_inputs(parser)
+    add_place(parser, "as H200; default: this machine's, or H200")
     add_store(parser)
     return what
 
