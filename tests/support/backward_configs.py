@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from tuner.config import Value
+from tuner.families.fused_attention_backward.rule import USUAL
 
-BASE: dict[str, Value] = {
-    "warp_groups": 2,
-    "tile_m": 64,
-    "stages": 2,
-    "ds_stages": 2,
-    "swap_dq": False,
-    "dq": "bulk",
-    "late_dq": False,
-    "early_exp": 0,
-    "v_registers": 0,
-    "transpose_ds": False,
-    "rotate": False,
-    "persistent": False,
-    "section_heads": 8,
-    "pdl": True,
-}
+BASE = USUAL
 #: Every lever, once at least.
 LEVERS: tuple[dict[str, Value], ...] = (
     {},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import LLAMA
 from named_artifacts import STATE, TOOLS, Compiler
 
 from tuner.base import limits
@@ -26,11 +27,6 @@ from tuner.selection.kernel_list import KernelList
 from tuner.selection.kernels import path_of, shipped_kernels
 from tuner.selection.reader import lookup
 
-LLAMA = {
-    **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32},
-    **{"vocab_size": 128256, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"},
-}
 H200 = GPUS["H200"]
 DECIDED = GemmProblem.parse("M=1,N=4096,K=4096,dtype=bf16")
 SELECTED = GemmProblem.parse("M=1,N=1024,K=4096,dtype=bf16")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import LLAMA
 
 from tuner.cli import main
 from tuner.errors import ConfigError
@@ -16,16 +17,6 @@ from tuner.problem.architecture import Attention, Experts, Linear, Model
 from tuner.problem.engines import ENGINES, WINDOW_PAGE, Engine, problems
 from tuner.tuning.job import read_problems
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
 GPT_OSS = Model(
     "gpt_oss",
     (Attention(64, 8, 64, has_sinks=True), Attention(64, 8, 64, left=127, has_sinks=True)),

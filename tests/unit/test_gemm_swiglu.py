@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gemm_samples import ping
 from goldens import Goldens
 
 from tuner.compile.render import render
@@ -21,20 +22,8 @@ MLP = SwigluProblem(4096, 14336, 4096)
 
 
 def pingpong(**changes: Any) -> Config:
-    params = {
-        "tile_m": 128,
-        "tile_n": 128,
-        "tile_k": 64,
-        "cluster_m": 2,
-        "cluster_n": 1,
-        "kernel_schedule": "TmaWarpSpecializedPingpong",
-        "epilogue_schedule": "NoSmemWarpSpecialized",
-        "raster_order": "AlongM",
-        "max_swizzle_size": 1,
-        "swap_ab": False,
-        **changes,
-    }
-    return Config("gemm_swiglu", params)
+    own = {"epilogue_schedule": "NoSmemWarpSpecialized", "max_swizzle_size": 1, **changes}
+    return Config("gemm_swiglu", ping(**own).params)
 
 
 def test_the_family_is_found_and_computes_one_product() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gemv_cases
 import pytest
 from goldens import Goldens
 
@@ -21,19 +22,7 @@ ONE = GemmProblem(1, 4096, 4096)
 
 
 def config(**changes: Any) -> Config:
-    params = {
-        "warps": 8,
-        "k_warps": 8,
-        "row_tiles": 2,
-        "pieces": 4,
-        "stages": 3,
-        "blocks_per_sm": 2,
-        "persistent": False,
-        "pdl": False,
-        "lead": 0,
-        **changes,
-    }
-    return Config("gemv", params)
+    return gemv_cases.config((8, 8, 2, 4, 3, 2), **changes)
 
 
 @pytest.mark.parametrize(

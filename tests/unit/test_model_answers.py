@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import LLAMA
 
 from tuner.cli import main
 from tuner.config import Config
@@ -33,11 +34,6 @@ from tuner.selection.peer_ratios import PeerRatios
 from tuner.selection.portfolio import shipped
 from tuner.selection.ratios import Ratios
 
-LLAMA: dict[str, Any] = {
-    **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32},
-    **{"vocab_size": 128256, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"},
-}
 H200 = GPUS["H200"]
 
 

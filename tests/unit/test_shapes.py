@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import LLAMA
 
 from tuner.cli import main
 from tuner.errors import ConfigError
@@ -15,16 +16,6 @@ from tuner.problem.architecture import Linear, Model
 from tuner.problem.shapes import expand, numbers, problems
 from tuner.tuning.job import read_problems
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 MISTRAL = {**LLAMA, "model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "hidden_size": 2560, "head_dim": 128, "dtype": "bfloat16"}
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}

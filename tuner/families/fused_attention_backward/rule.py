@@ -43,24 +43,16 @@ GROUPED_BYTES = 40
 _TILE = 128
 
 
+USUAL: Mapping[str, Value] = {
+    **{"warp_groups": 2, "tile_m": 64, "stages": 2, "ds_stages": 2, "swap_dq": False, "dq": "bulk"},
+    **{"late_dq": False, "early_exp": 0, "v_registers": 0, "transpose_ds": False, "rotate": False},
+    **{"persistent": False, "section_heads": 8, "pdl": True},
+}
+"""Parameters of a kernel, where a target has no others."""
+
+
 def _own(**params: Value) -> Config:
-    usual: dict[str, Value] = {
-        "warp_groups": 2,
-        "tile_m": 64,
-        "stages": 2,
-        "ds_stages": 2,
-        "swap_dq": False,
-        "dq": "bulk",
-        "late_dq": False,
-        "early_exp": 0,
-        "v_registers": 0,
-        "transpose_ds": False,
-        "rotate": False,
-        "persistent": False,
-        "section_heads": 8,
-        "pdl": True,
-    }
-    return Config(FusedAttentionBackward.name, {**usual, **params})
+    return Config(FusedAttentionBackward.name, {**USUAL, **params})
 
 
 class BackwardKind(NamedTuple):
