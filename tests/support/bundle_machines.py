@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import final
 
 from tuner import bundle
 from tuner.bundle import install, pack
@@ -20,7 +21,7 @@ from tuner.compile.render import render
 from tuner.config import Config
 from tuner.families import families
 from tuner.hardware import GPUS
-from tuner.measurement import Environment, Measurement, Regime, Resources, Status
+from tuner.measurement import Environment, Measurement, Regime, Resources
 from tuner.problem import SoftmaxProblem
 from tuner.selection.reader import close
 from tuner.store import Entry, open_store
@@ -53,18 +54,9 @@ KEYS = ("a" * 32, "b" * 32)
 
 
 def measured(config: Config, us: float, key: str = "", **changes: Any) -> Measurement:
-    return Measurement(
-        problem=PROBLEM,
-        config=config,
-        gpu=H200,
-        regime=WARM,
-        status=Status.OK,
-        environment=Environment({"driver": "1"}),
-        latency_us=us,
-        is_final=True,
-        artifacts={"softmax": key} if key else {},
-        created_at="2026-11-01T00:00:00+00:00",
-    ).but(**changes)
+    facts = {"environment": Environment({"driver": "1"}), "created_at": "2026-11-01T00:00:00+00:00"}
+    facts |= {"std_us": None, "rounds": 0, "artifacts": {"softmax": key} if key else {}}
+    return final(config, us, PROBLEM, **{**facts, **changes})
 
 
 RANKING = (

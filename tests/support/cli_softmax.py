@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from stored import final
 
 from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.measurement import Environment, Regime, Status
 from tuner.problem import SoftmaxProblem
 from tuner.runners import recording, recording_archive
 from tuner.runners.recording import Recording
@@ -30,19 +31,10 @@ def recorded(problem: SoftmaxProblem = PROBLEM) -> Recording:
     measured = []
     for position, config in enumerate(Softmax().space(problem, DEFAULT_GPU)):
         failed = position % 5 == 0
-        measured.append(
-            Measurement(
-                problem,
-                config,
-                DEFAULT_GPU,
-                REGIME,
-                Status.TIMEOUT if failed else Status.OK,
-                environment=ENVIRONMENT,
-                latency_us=None if failed else 50.0 - 0.1 * position,
-                std_us=None if failed else 0.01,
-                rounds=0 if failed else 20,
-            )
-        )
+        facts = {"regime": REGIME, "environment": ENVIRONMENT, "is_final": False, "std_us": 0.01}
+        if failed:
+            facts |= {"status": Status.TIMEOUT, "latency_us": None, "std_us": None, "rounds": 0}
+        measured.append(final(config, 50.0 - 0.1 * position, problem, **facts))
     return Recording(problem, DEFAULT_GPU, REGIME, ENVIRONMENT, tuple(measured))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from bare_family import BareFamily
+from stored import final
 
 import tuner
 from tuner.compile import dispatcher
@@ -26,7 +27,7 @@ from tuner.config import Config
 from tuner.errors import CompileError
 from tuner.families.base import Launch, Ref
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measurement import Measurement, Regime, Status
+from tuner.measurement import Measurement
 from tuner.problem import AttentionProblem, Problem
 from tuner.store import open_store
 
@@ -190,17 +191,8 @@ def pytorchs(call: Callable[[], Any]) -> Any:
 
 
 def measured(problem: Problem, latency_us: float = 10.0) -> Measurement:
-    return Measurement(
-        problem=problem,
-        config=Config("toy", {"n": 1}),
-        gpu=DEFAULT_GPU,
-        regime=Regime.default(problem.op),
-        status=Status.OK,
-        latency_us=latency_us,
-        is_final=True,
-        artifacts={"main": KEY},
-        created_at="2026-01-01T00:00:00+00:00",
-    )
+    facts = {"artifacts": {"main": KEY}, "created_at": "2026-01-01T00:00:00+00:00"}
+    return final(Config("toy", {"n": 1}), latency_us, problem, **facts)
 
 
 PROBLEM = AttentionProblem.parse("S=16,D=8,H=2")

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import final
 
 from tuner.base.processes import python_command, python_environment
 from tuner.config import Config
 from tuner.hardware import GPUS
-from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.measurement import Environment, Measurement, Regime
 from tuner.problem import AttentionProblem, Problem
 from tuner.service.connections import ConnectionLimits
 from tuner.service.server import Server, listen
@@ -33,19 +34,9 @@ PATIENCE_S = 120.0
 
 
 def measured(latency_us: float = 12.0, problem: Problem = PROBLEM, **changes: Any) -> Measurement:
-    return Measurement(
-        problem,
-        Config("vendor_sdpa", {"kernel": "cudnn"}),
-        H200,
-        WARM,
-        Status.OK,
-        environment=Environment({"driver": "580"}),
-        latency_us=latency_us,
-        std_us=0.1,
-        rounds=20,
-        is_final=True,
-        error=1e-4,
-    ).but(**changes)
+    facts = {"regime": WARM, "environment": Environment({"driver": "580"}), "error": 1e-4}
+    config = Config("vendor_sdpa", {"kernel": "cudnn"})
+    return final(config, latency_us, problem, **{**facts, **changes})
 
 
 def decide(store: Store, *ranking: Measurement) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from stored import final
 
 from tuner import settings
 from tuner.cli import build
@@ -22,7 +23,7 @@ from tuner.errors import CompileError, ConfigError, NoValidConfigError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.selection.reader import lookup
 from tuner.store import open_store
@@ -83,21 +84,9 @@ def run(*arguments: str) -> int:
 
 def own(**changes: Any) -> Measurement:
     config = family("gemm").space(PROBLEM, DEFAULT_GPU)[0]
-    base = Measurement(
-        problem=PROBLEM,
-        config=config,
-        gpu=DEFAULT_GPU,
-        regime=REGIME,
-        status=Status.OK,
-        latency_us=10.0,
-        std_us=0.1,
-        rounds=20,
-        is_final=True,
-        error=1e-4,
-        artifacts={"gemm": "made-elsewhere"},
-        created_at="2026-01-01T00:00:00+00:00",
-    )
-    return base.but(**changes)
+    facts = {"regime": REGIME, "error": 1e-4, "artifacts": {"gemm": "made-elsewhere"}}
+    facts["created_at"] = "2026-01-01T00:00:00+00:00"
+    return final(config, 10.0, PROBLEM, **{**facts, **changes})
 
 
 def decide(*ranking: Measurement) -> None:

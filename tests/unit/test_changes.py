@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from stored import final
 
 from tuner import cli
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.measurement import Environment, Provenance, Regime
 from tuner.problem import AttentionProblem
 from tuner.report.changes import (
     Change,
@@ -43,22 +44,9 @@ def entry(
     **facts: str,
 ) -> Entry:
     """A decision that ranks configs by their times."""
-    measured = [
-        Measurement(
-            problem,
-            config,
-            DEFAULT_GPU,
-            REGIME,
-            Status.OK,
-            environment=Environment(facts or {"driver": "580"}),
-            latency_us=us,
-            std_us=us * deviation,
-            rounds=20,
-            is_final=True,
-            created_at="2026-11-20T10:00:00+00:00",
-        )
-        for config, us in times
-    ]
+    common = {"regime": REGIME, "environment": Environment(facts or {"driver": "580"})}
+    common["created_at"] = "2026-11-20T10:00:00+00:00"
+    measured = [final(config, us, problem, **common, std_us=us * deviation) for config, us in times]
     return Entry.of(sorted(measured, key=lambda m: m.latency_us or 0.0))
 
 

@@ -9,12 +9,13 @@ import pytest
 from cli_softmax import (
     ENVIRONMENT,
 )
+from stored import final
 
 from tuner.cli.display import Display, LiveDisplay, facts_of
 from tuner.cli.result import outcome_text
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import AttentionProblem
 from tuner.tuning.finals import PROVISIONAL
 from tuner.tuning.outcome import Outcome
@@ -24,17 +25,7 @@ ATTENTION = AttentionProblem.parse("S=1024,D=64")
 
 
 def attention(config: Config, us: float, **changes: object) -> Measurement:
-    return Measurement(
-        ATTENTION,
-        config,
-        DEFAULT_GPU,
-        Regime(),
-        Status.OK,
-        latency_us=us,
-        std_us=us / 200,
-        rounds=20,
-        is_final=True,
-    ).but(**changes)
+    return final(config, us, ATTENTION, **{"regime": Regime(), "std_us": us / 200, **changes})
 
 
 OWN = attention(Config("cutlass_fmha", {"tile_m": 128}), 13.5, workspace_bytes=2_500_000)

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
+from stored import final
 
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError, LeaseLostError
 from tuner.hardware import GPUS
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import Entry
@@ -73,17 +74,8 @@ def change(store: Store, column: str, value: float) -> None:
 
 
 def measured(sweep: str, tile: int = 64) -> Measurement:
-    return Measurement(
-        ONE,
-        Config("gemm", {"tile_m": tile}),
-        H200,
-        WARM,
-        Status.OK,
-        environment=ENVIRONMENT,
-        latency_us=10.0,
-        is_final=False,
-        sweep=sweep,
-    )
+    facts = {"regime": WARM, "environment": ENVIRONMENT, "is_final": False, "sweep": sweep}
+    return final(Config("gemm", {"tile_m": tile}), 10.0, ONE, **facts)
 
 
 class TestContract:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from shipped_recordings import FILES, read_once
+from stored import final
 
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
@@ -40,18 +41,8 @@ ENVIRONMENT = Environment({"driver": "580.1", "clock_max_mhz": 1980, "power_limi
 
 
 def made(config: Config, problem: Any = PROBLEM, **changes: Any) -> Measurement:
-    base = Measurement(
-        problem,
-        config,
-        DEFAULT_GPU,
-        REGIME,
-        Status.OK,
-        environment=ENVIRONMENT,
-        latency_us=13.25,
-        std_us=0.0625,
-        rounds=7,
-    )
-    return base.but(**changes)
+    facts = {"regime": REGIME, "environment": ENVIRONMENT, "std_us": 0.0625, "rounds": 7}
+    return final(config, 13.25, problem, **{**facts, "is_final": False, **changes})
 
 
 QK = Config("gemm", {"tile_m": 128, "swap_ab": True, "schedule": "pingpong"})
