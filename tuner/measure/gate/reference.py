@@ -64,8 +64,8 @@ class References:
         """Inputs of gradients: attention's exact output and its row statistics."""
         self._statistics: dict[str, int] = {}
         """Maximum and sum of exponentials of each row of attention, if kept."""
-        self._temporary: dict[str, int] = {}
-        """Memory of one computation by its use, which the next one takes over."""
+        self._temporary: dict[str, tuple[int, int]] = {}
+        """Address and size of one computation's memory by its use; the next one takes it over."""
 
     def outputs(self, kind: str) -> Mapping[str, int]:
         """Address of each output's fp32 reference."""
@@ -185,10 +185,10 @@ class References:
             )
 
     def _temporarily(self, use: str, size: int) -> int:
-        """Memory for `use`, of one size for all kinds of inputs."""
-        if use not in self._temporary:
-            self._temporary[use] = self._pool.allocate(size)
-        return self._temporary[use]
+        """Memory for `use`, the same for all kinds of inputs unless one needs more."""
+        if size > self._temporary.get(use, (0, 0))[1]:
+            self._temporary[use] = self._pool.allocate(size), size
+        return self._temporary[use][0]
 
     def _compute_attention(
         self, problem: AttentionProblem, kind: str, scale: float, reference: int
