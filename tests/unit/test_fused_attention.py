@@ -286,6 +286,9 @@ def test_stream_k_is_of_two_groups_at_most_over_pages() -> None:
     more = {"persistent": False, "splits": 2, "combine": "kernel"}
     assert reasons("SQ=1,D=128,page_size=16", **more) == [only]
     assert reasons("SQ=1,D=128") == ["stream_k is for paged caches, only"]
+    for lever, other in (("own_first", {"persistent": True}), ("leaves_cluster", {})):
+        [reason] = reasons("SQ=1,D=128,page_size=16", **{lever: True, **other})
+        assert reason.startswith(f"{lever} is for")
     (unpadded,) = reasons("SQ=8,D=128,causal=1,page_size=16", fills_rows=True)
     assert unpadded.startswith("fills_rows is for pads_heads")
 

@@ -118,6 +118,7 @@ class FusedAttention(Family):
         "whole_rows": (True,),
         "copy_warps": (3,),
         "stream_k": (True,),
+        "own_first": (True,),
         "leaves_cluster": (True,),
         "longest_first": (True,),
         "fills_rows": (True,),
@@ -131,6 +132,7 @@ class FusedAttention(Family):
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
             *("stream_k", "longest_first", "rescale", "turn_ends", "split_keys"),
             *("carries_parts", "column_groups", "searches", "fills_rows", "leaves_cluster"),
+            "own_first",
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {

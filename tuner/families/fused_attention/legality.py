@@ -19,7 +19,7 @@ SPARSE_TILES = (32, 64, 128)
 #: Parameters of paged caches.
 PAGED_ONLY = (
     *("box_rows", "whole_rows", "copy_warps", "stream_k", "longest_first"),
-    "leaves_cluster",
+    *("leaves_cluster", "own_first"),
 )
 #: Head dimensions of which one copy brings whole rows: TMA would fill up others.
 WHOLE_ROWS = (128, 192, 256)
@@ -190,6 +190,8 @@ def _paging(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append("key_groups is not for paged caches")
     if "stream_k" in config.params and (config["splits"] > 1 or config["warp_groups"] > 2):
         reasons.append("stream_k is for splits=1 and one or two warp groups, only")
+    if "own_first" in config.params and ("stream_k" not in config.params or config["persistent"]):
+        reasons.append("own_first is for stream_k of blocks that do not persist, only")
     if "leaves_cluster" in config.params and (config["persistent"] or "stream_k" in config.params):
         reasons.append("leaves_cluster is for blocks of clusters, only")
     if "longest_first" in config.params and not (
