@@ -36,7 +36,10 @@ MOVED = {
     **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
     "counters": "tuner profile",
-    "repeats": "scripts/bench search --preset repeats",
+    **dict.fromkeys(
+        ("repeats", "search --preset repeats"),
+        "scripts/bench tuner --preset quick --file FILE --seeds N",
+    ),
     **dict.fromkeys(("sweeps", "search --preset sweeps"), "scripts/bench tuner --preset quick"),
     **{
         name: f"scripts/bench population --preset {name}"

@@ -21,15 +21,14 @@ from typing import Any
 
 from benchmarks import (
     harness,
-    search_sweeps,
     tuner_figures,
     tuner_problems,
     tuner_rivals,
+    tuner_sweeps,
     tuner_truth,
 )
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.own_plans import compile_specs
-from benchmarks.search_sweeps import SeededSweep
 from benchmarks.tuner_problems import COUNT, Judged
 from tuner.cli import Parser
 from tuner.config import Config
@@ -102,12 +101,9 @@ def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
 
     def measure(case: Judged, args: Namespace) -> Row:
         assert case.seed is not None
-        options = Namespace(**{**vars(args), "sweep": f"--effort {effort} {args.sweep}"})
-        sweep = SeededSweep(case.problem, case.seed)
-        with search_sweeps.gpu_values("memory.used") as used_mib:
-            row = search_sweeps.swept(
-                sweep, options, keeps_kernels=not args.fresh, replays=True, shares_built=args.fresh
-            )
+        further = ["--effort", effort, *args.sweep.split()]
+        with tuner_sweeps.gpu_values("memory.used") as used_mib:
+            row = tuner_sweeps.swept(case.problem, case.seed, further, is_fresh=args.fresh)
         winner = Config.from_json(row["winner"])
         judged = tuner_truth.judged(case, winner, _earlier(case, args))
         operands = sum(operand.bytes for operand in case.problem.operands) / 2**20

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import rows
 from benchmarks.call_times import CONTROL
 from benchmarks.harness import Row
-from benchmarks.search_sweeps import TIE
+from benchmarks.tuner_sweeps import TIE
 from benchmarks.tuner_truth import ENABLED, is_truth, own_name
 from tuner.config import Config
 

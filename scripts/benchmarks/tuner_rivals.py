@@ -29,11 +29,11 @@ from typing import Any
 
 import optuna
 
-from benchmarks import search_recorded
+from benchmarks import search
 from benchmarks.harness import Row
 from benchmarks.rows import markdown
-from benchmarks.search_recorded import Replayed
-from benchmarks.search_sweeps import TIE
+from benchmarks.search import Replayed
+from benchmarks.tuner_sweeps import TIE
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.gemm import cost
@@ -73,21 +73,21 @@ class Space:
 
 
 SMOKE = Space(
-    f"gemm at {search_recorded.SMOKE.label}",
+    f"gemm at {search.SMOKE.label}",
     "gemm",
-    search_recorded.SMOKE.label,
-    search_recorded.SMOKE.names,
+    search.SMOKE.label,
+    search.SMOKE.names,
 )
 
 
 def spaces(args: Namespace) -> list[Space]:
     """Recorded spaces of enough configs, in an order by hash, so that ``--limit`` is a sample."""
     cases = []
-    for part in search_recorded.fits_of(args.recordings).parts:
+    for part in search.fits_of(args.recordings).parts:
         for family in dict.fromkeys(m.config.family for m in part.measurements):
             own = _of_family(part, family)
             if len(own.measurements) >= MIN_SPACE:
-                name = search_recorded.label_of(part)
+                name = search.label_of(part)
                 cases.append(Space(f"{family} at {name}", family, name))
     return sorted(cases, key=lambda case: hashlib.sha256(case.label.encode()).hexdigest())
 
@@ -100,8 +100,8 @@ def _of_family(part: Recording, family: str) -> Recording:
 
 def measure(case: Space, args: Namespace) -> Row:
     """Regrets of each way by seed, after `EVALUATIONS`."""
-    fits: CostFits = search_recorded.fits_of(args.recordings, case.files)
-    part = next(p for p in fits.parts if search_recorded.label_of(p) == case.name)
+    fits: CostFits = search.fits_of(args.recordings, case.files)
+    part = next(p for p in fits.parts if search.label_of(p) == case.name)
     space = _of_family(part, case.group)
     times = {m.config: float(m.latency_us or 0.0) for m in space.measurements}
     seeds, most = range(args.times), min(EVALUATIONS[-1], len(times))

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from tuner.config import Config
-from tuner.families.base import Family
-from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import Problem
 
 #: A ``tuner sweep`` whose winner is the first config of the problem's space.
 SWEEP = """
@@ -38,48 +31,14 @@ print(json.dumps({"best_own": own, "winner": own, "kernels": 1, "elapsed_s": 1.0
 """
 
 
-class Timed:
-    """A runner that has built every kernel; a config's time follows from its digest."""
-
-    gpu = DEFAULT_GPU
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[Problem, Sequence[Config]]] = []
-
-    def compiled(self, problem: Problem, family: Family, space: Sequence[Config]) -> list[Config]:
-        return list(space)[:4]
-
-    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
-        self.requests.append((problem, group))
-
-    def collect(self) -> list[Measurement]:
-        return measured(*self.requests.pop(0))
-
-    def retime(self, problem: Problem, configs: Sequence[Config], _: int) -> list[Measurement]:
-        return measured(problem, configs)
-
-
-def measured(problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
-    return [
-        Measurement(problem, config, DEFAULT_GPU, Regime(), Status.OK, is_final=True,
-                    latency_us=8 + int(config.digest[:4], 16) / 65536)
-        for config in configs
-    ]  # fmt: skip
-
-
 class Machines:
-    """Stands for `Runners` on a machine with two GPUs."""
-
-    gpu, devices = DEFAULT_GPU, (0, 1)
+    """Stands for `Runners`."""
 
     def __init__(self, *_: Any) -> None: ...
     def __enter__(self) -> Machines:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-    def of(self, problem: Problem, regime: Regime) -> Timed:
-        return Timed()
-
     def compiler(self) -> Any:
         return SimpleNamespace(key=lambda spec: "0" * 32)
 
@@ -87,10 +46,10 @@ class Machines:
 @pytest.fixture
 def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sweeps by a process that measures nothing."""
-    from benchmarks import search_sweeps
+    from benchmarks import tuner_sweeps
 
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     command = lambda *arguments: [sys.executable, "-P", "-c", SWEEP, *arguments[3:]]  # noqa: E731
-    monkeypatch.setattr(search_sweeps, "python_command", command)
-    monkeypatch.setattr(search_sweeps, "Runners", Machines)
-    monkeypatch.setattr(search_sweeps, "replayed", lambda folder: True)
+    monkeypatch.setattr(tuner_sweeps, "python_command", command)
+    monkeypatch.setattr(tuner_sweeps, "Runners", Machines)
+    monkeypatch.setattr(tuner_sweeps, "replayed", lambda folder: True)

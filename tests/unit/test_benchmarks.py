@@ -73,7 +73,6 @@ PREPARED: dict[tuple[str, str], str] = {
     ("products", "scaled"): "built_products",
     ("products", "tables"): "built_products",
     ("suites", "pytorch"): "checkout",
-    ("search", "repeats"): "sweeps",
     **{("tuner", preset): "sweeps" for preset in ("quick", "full")},
     ("tuner", "helion"): "helion",
     ("tuner", "inductor"): "uncompiled",

@@ -391,15 +391,13 @@ def test_a_command_that_a_signal_ended_says_which(tmp_path: Path) -> None:
 SWEEPING = """
 import sys
 from pathlib import Path
-from argparse import Namespace
-from benchmarks import search_sweeps
+from benchmarks import tuner_sweeps
 from tuner.base.processes import RaisesInterrupted
 from tuner.problem import AttentionProblem
 child = f"echo $$ >child && mv child {sys.argv[1]}/pid && exec sleep 600"
-search_sweeps.python_command = lambda *_: ["sh", "-c", f"sh -c '{child}'; true"]
+tuner_sweeps.python_command = lambda *_: ["sh", "-c", f"sh -c '{child}'; true"]
 with RaisesInterrupted():
-    case = search_sweeps.SeededSweep(AttentionProblem.parse("S=512,D=64"))
-    search_sweeps.swept(case, Namespace(sweep=""))
+    tuner_sweeps.swept(AttentionProblem.parse("S=512,D=64"), 0, [], is_fresh=True)
 """
 
 

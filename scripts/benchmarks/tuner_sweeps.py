@@ -1,8 +1,4 @@
-"""Sweeps by processes of their own: agreement of seeds, seconds, and excess.
-
-Each sweep is ``tuner sweep`` into an empty store. A case of the last kind of `repeats` reads the
-rows before it, and times all winners in one interleaved pass.
-"""
+"""Sweeps by processes of their own, each ``tuner sweep`` into an empty store."""
 
 from __future__ import annotations
 
@@ -15,16 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
 from benchmarks.harness import Row
-from benchmarks.rows import markdown
 from tuner import settings
 from tuner.base.processes import python_command, python_environment, running
 from tuner.cli.imports import unservable
@@ -32,93 +24,40 @@ from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
-from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure import device
-from tuner.measurement import Provenance, Regime
-from tuner.problem import PROBLEMS, Problem
-from tuner.runners import recording_archive
-from tuner.runners.base import Runner
+from tuner.measurement import Provenance
+from tuner.problem import Problem
 from tuner.runners.choose import Machine, Runners
-from tuner.runners.gpus import parse_devices
-from tuner.search.ranking import by_latency
 from tuner.selection.reader import lookup
 from tuner.store import exchange, open_store
-from tuner.tuning.job import JobOptions
 
-ROUNDS, FINALISTS = 40, 6
-"""Rounds of a pass over the winners, and recorded kernels beside them."""
 TIE = 0.01
 """Distance of times that count as equal."""
 FIRST = "verified after"
 """Part of the line with which a sweep tells its first answer."""
 
 
-@dataclass(frozen=True)
-class SeededSweep:
-    """A sweep of a problem."""
-
-    problem: Problem
-    seed: int = 0
-    is_seed_named: bool = False
-
-    @property
-    def label(self) -> str:
-        """Problem, and the seed where several are swept."""
-        seed = f" seed {self.seed}" if self.is_seed_named else ""
-        return f"{self.problem.op} {self.problem.label()}{seed}"
-
-    @property
-    def group(self) -> str:
-        """Kind of the problem."""
-        return "attention" if self.problem.op.startswith("attention") else "products"
-
-
-@dataclass(frozen=True)
-class WinnersPass:
-    """One pass over the winners of the rows before it."""
-
-    problem: Problem
-    label = "all winners"
-    group = "pass"
-
-
-def repeated(args: Namespace) -> list[SeededSweep | WinnersPass]:
-    """Sweeps of one problem with several seeds, and with a file a pass over all winners."""
-    problem = PROBLEMS[args.op].parse(args.shape)
-    first = int(args.seed) if args.seed.isdigit() else 0
-    seeds = [SeededSweep(problem, seed, True) for seed in range(first, first + args.times)]
-    return [*seeds, *([WinnersPass(problem)] if args.json or args.table else [])]
-
-
-def swept(
-    case: SeededSweep,
-    args: Namespace,
-    keeps_kernels: bool = False,
-    replays: bool = False,
-    shares_built: bool = False,
-) -> Row:
+def swept(problem: Problem, seed: int, further: Sequence[str], *, is_fresh: bool) -> Row:
     """One sweep by a process of its own with an empty store.
 
     Args:
-        case: problem and seed.
-        args: the command line, whose ``--sweep`` goes on to ``tuner sweep``.
-        keeps_kernels: True to sweep with this machine's cache, its compiled kernels and proofs;
-            else the cache is empty.
-        replays: True to also say under ``replayed`` whether another store answers alike.
-        shares_built: True to add what it compiled into an empty cache to this machine's.
+        problem: problem to tune.
+        seed: seed of the search.
+        further: further options of ``tuner sweep``.
+        is_fresh: True to compile into an empty cache, whose kernels are then added to this
+            machine's; else this machine's cache, with its compiled kernels and proofs.
 
     Raises:
         BenchmarkError: when it failed, or found no own kernel.
     """
-    problem, further = case.problem, args.sweep.split()
     with tempfile.TemporaryDirectory() as folder:
         command = python_command(
             *("-m", "tuner", "sweep", "--op", problem.op, "--shape", problem.label()),
-            *("--seed", str(case.seed), "--json", "--store", f"{folder}/store.sqlite", *further),
+            *("--seed", str(seed), "--json", "--store", f"{folder}/store.sqlite", *further),
         )
-        cache = settings.cache_dir() if keeps_kernels else Path(folder)
+        cache = Path(folder) if is_fresh else settings.cache_dir()
         environment = {**python_environment(), "TUNER_CACHE_DIR": str(cache)}
-        artifacts = settings.artifacts_dir() if keeps_kernels else cache / "artifacts"
+        artifacts = cache / "artifacts" if is_fresh else settings.artifacts_dir()
         before = {path.name for path in artifacts.glob("*")}
         output = Path(folder) / "outcome.json"  # a pipe that nobody reads meanwhile may fill
         began, started, cpu_s, load = time.time(), time.monotonic(), _cpu_s(), os.getloadavg()[0]
@@ -142,12 +81,12 @@ def swept(
         config = Config.from_json(own["config"])
         built = [path for path in artifacts.glob("*/") if path.name not in before]
         units = _units(built, began, _keys(problem, config))
-        again = {"replayed": replayed(Path(folder))} if replays else {}
-        if shares_built and not keeps_kernels:
+        again = replayed(Path(folder))
+        if is_fresh:
             _add_to_cache(built)
     facts = ("kernels", "elapsed_s", "first_own_s", "seconds", "given_up", "expected_loss")
     return {
-        "seed": case.seed,
+        "seed": seed,
         "winner": config.to_json(),
         "us": {"tuner": own["latency_us"]},
         **{name: outcome[name] for name in facts},
@@ -157,7 +96,7 @@ def swept(
         "cpu_s": round(_cpu_s() - cpu_s, 1),
         "cores": len(os.sched_getaffinity(0)),
         **units,
-        **again,
+        "replayed": again,
         "said": [f"{at:.1f} {line}" for at, line in said],
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
     }
@@ -230,58 +169,8 @@ def _units(built: Sequence[Path], began: float, winner: set[str]) -> dict[str, A
     }
 
 
-@contextmanager
-def _runner(problem: Problem, args: Namespace) -> Iterator[Runner]:
-    machine = Machine(parse_devices(args.device), None, replay=False)
-    with Runners(machine, _note) as runners:
-        yield runners.of(problem, JobOptions().regime(problem))
-
-
 def _note(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def repeat(case: SeededSweep | WinnersPass, args: Namespace) -> Row:
-    """A sweep, or the pass over all winners and the fastest recorded kernels.
-
-    Raises:
-        BenchmarkError: when a winner fails that passed before, or there is none.
-    """
-    if isinstance(case, SeededSweep):
-        return swept(case, args, args.keep_cache)
-    rows = [row for row in harness.read(args.json)[1] if "winner" in row]
-    winners = {row["case"]: Config.from_json(row["winner"]) for row in rows}
-    if not winners:
-        raise BenchmarkError("no sweep has a winner")
-    with _runner(case.problem, args) as runner:
-        beside = recorded(case.problem, runner.gpu, FINALISTS)
-        every = list(dict.fromkeys([*winners.values(), *beside]))
-        timed = runner.retime(case.problem, every, ROUNDS)
-    us = {m.config: m.latency_us for m in timed if m.ok and m.latency_us}
-    for m in timed:
-        if m.config in winners.values() and m.config not in us:
-            raise BenchmarkError(f"{m.config.digest} failed: {m.log}")
-    least = min(us.values())
-    return {
-        "us": {"tuner": least, **{_named(config): time_us for config, time_us in us.items()}},
-        "over_best": {seed: round(us[one] / least, 4) for seed, one in winners.items()},
-    }
-
-
-def _named(config: Config) -> str:
-    return f"{config.family} {config.digest[:6]}"
-
-
-def recorded(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
-    """The fastest kernels of the problem's widest recording, each by its fastest variant."""
-    regimes = Regime.preferred(Regime.default(problem.op))
-    part = recording_archive.find(problem, DEFAULT_GPU, regimes)
-    best: dict[str, Config] = {}
-    for m in sorted(part.measurements if part else (), key=by_latency):
-        family = families().get(m.config.family)
-        if m.ok and family and not family.is_vendor and family.accepts(problem, m.config, gpu):
-            best.setdefault(family.compile_digest(m.config), m.config)
-    return list(best.values())[:count]
 
 
 @contextmanager
@@ -301,32 +190,3 @@ def gpu_values(name: str) -> Iterator[list[float]]:
             process.terminate()
         file.seek(0)
         values += [float(line) for line in file.read().split() if line.isdigit()]
-
-
-def line(row: Row) -> str:
-    """Seconds, kernels and times of a sweep; of the pass its worst winner."""
-    if "over_best" in row:
-        return f"{row['case']}: the worst {max(row['over_best'].values()):.4f} of the best"
-    return (
-        f"{row['case']}: {row['elapsed_s']:.1f} s, first own {row['first_own_s']} s, "
-        f"{row['kernels']} sets, {row['compiled']} compiled in {row['compile_cpu_s']} CPU-s, "
-        f"{row['us']['tuner']:.2f} us"
-    )
-
-
-def repeats_table(rows: Sequence[Row]) -> list[str]:
-    """The winners, and how far they are apart."""
-    done = [row for row in rows if "winner" in row]
-    over = [v for row in rows for v in row.get("over_best", {}).values()]
-    winners = {json.dumps(row["winner"], sort_keys=True) for row in done}
-    head = ("sweeps", "winners", "within 1 % of the best", "worst over best", "mean s", "longest")
-    seconds = [row["elapsed_s"] for row in done]
-    cells = (
-        str(len(done)),
-        str(len(winners)),
-        f"{sum(one <= 1 + TIE for one in over)} of {len(over)}" if over else "no pass",
-        f"{max(over):.4f}" if over else "",
-        f"{statistics.fmean(seconds):.1f}" if seconds else "",
-        f"{max(seconds):.1f}" if seconds else "",
-    )
-    return markdown([head, cells])
