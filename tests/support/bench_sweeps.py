@@ -1,4 +1,4 @@
-"""Sweeps and jobs that smoke runs of the bench `search` need beside a device."""
+"""Sweeps and jobs that smoke runs of the bench `tuner` need beside a device."""
 
 from __future__ import annotations
 
