@@ -83,6 +83,7 @@ def rows() -> list[Row]:
             tuple(f"runtime_{name}".rstrip("_") for name in _TORCH),
         ),
         "cuda-bindings": (("13.2.0", "13.4.4", "13.5.0"), ("device", "gpus", "stopwatch")),
+        "cuda-core": (("1.0.1", "1.1.1", "1.2.2"), ("device", "gpus", "stopwatch")),
     }
     for name, (versions, tests) in packages.items():
         more = ("psutil",) if name == "transformers" else ()  # its batches ask for free memory
