@@ -277,7 +277,7 @@ def _build_libraries(
 
     def build(text: str, library: Any) -> None:
         if dry_run:
-            print(f"{'compiled' if library.find(artifacts) else 'missing '}  {text}")
+            print(f"{'compiled' if _is_built(library, artifacts) else 'missing '}  {text}")
         else:
             print(f"{text}: {_beside(library, artifacts)}", file=sys.stderr)
 
@@ -340,13 +340,20 @@ def _beside(library: Any, artifacts: ArtifactCache) -> str:
         library: module with `find` and `build`.
         artifacts: cache for the library.
     """
+    if _is_built(library, artifacts):
+        return "there already"
     try:
-        if library.find(artifacts):
-            return "there already"
         library.build(artifacts)
     except TunerError as exc:
         return f"not built, {exc}"
     return "compiled"
+
+
+def _is_built(library: Any, artifacts: ArtifactCache) -> bool:
+    try:
+        return library.find(artifacts) is not None
+    except TunerError:  # no torch, which a dispatcher is for
+        return False
 
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
