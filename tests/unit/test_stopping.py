@@ -151,6 +151,19 @@ def test_joint_gains_are_those_of_the_surrogate() -> None:
     assert np.array_equal(drawn, member.surrogate.draws(keys, 0))
 
 
+def test_the_saving_that_is_told_is_the_part_of_the_promised_one_that_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = searched(measured=LEADING)
+    monkeypatch.setattr(expectation, "credits", lambda: (Credit(5, 0.1, 0.25, 9),))
+    saving = search.expected_saving()
+    assert saving is not None and saving.promised > 0
+    assert saving.mean == pytest.approx(0.1 * saving.promised)
+    assert saving.p90 == pytest.approx(0.25 * saving.promised)
+    for other in (searched(measured=0), searched("cost")):
+        assert other.expected_saving() is None, "without a time or a model nothing is told"
+
+
 def test_what_waits_for_a_core_begins_where_one_is_free() -> None:
     assert queued([5.0, 2.0], [10.0, 1.0]) == [12.0, 6.0]
     assert queued([], [3.0, 4.0]) == [3.0, 7.0]
