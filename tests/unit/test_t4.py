@@ -34,7 +34,8 @@ def measured(config: Config = OWN, **changes: Any) -> Measurement:
 def test_a_result_has_its_time_and_its_configuration() -> None:
     (row,) = t4.results([measured()])["results"]
     assert row["configuration"] == {"family": "fused_attention", "tile_n": 128, "pdl": True}
-    assert row["times"] == {"compilation_time": 10_000.0, "runtimes": [0.0125]}
+    both = dict.fromkeys(("compilation_time", "compilation"), 10_000.0)
+    assert row["times"] == {**both, "runtimes": [0.0125]}
     assert (row["invalidity"], row["correctness"]) == ("correct", 1.0)
     assert {"name": "time", "value": 0.0125, "unit": "ms"} in row["measurements"]
 
@@ -75,14 +76,47 @@ def test_a_space_has_the_measured_values_and_combinations() -> None:
     }
     kinds = {one["Name"]: one["Type"] for one in parameters}
     assert kinds == {"family": "string", "pdl": "string", "splits": "string", "tile_n": "int"}
-    (condition,) = document["ConfigurationSpace"]["Conditions"]
+    conditions = document["ConfigurationSpace"]["Conditions"]
     legal = [
-        dict(zip(values, row, strict=True))
-        for row in product(*values.values())
-        if eval(condition["Expression"], {}, dict(zip(values, row, strict=True)))
+        row
+        for row in (dict(zip(values, cells, strict=True)) for cells in product(*values.values()))
+        if all(eval(condition["Expression"], {}, row) for condition in conditions)
     ]
     assert [one["tile_n"] for one in legal] == [128, 64]
-    assert condition["Parameters"] == list(values)
+    assert [len(one["Parameters"]) for one in conditions] == [2, 3, 4]
+    assert conditions[-1]["Parameters"] == list(values)
+
+
+def test_a_cache_file_has_a_row_by_each_combination_s_words() -> None:
+    other = Config("fused_attention", {"tile_n": 64, "splits": 2})
+    failed = measured(other, status=Status.LAUNCH_ERROR, latency_us=None)
+    document = t4.cache([measured(), failed])
+    assert document["tune_params_keys"] == ["family", "pdl", "splits", "tile_n"]
+    rows = document["cache"]
+    assert list(rows) == ["fused_attention,1,(absent),128", "fused_attention,(absent),2,64"]
+    passed, lost = rows.values()
+    assert (passed["time"], passed["times"], passed["tile_n"]) == (0.0125, [0.0125], 128)
+    assert (lost["time"], lost["times"], lost["splits"]) == (t4.FAILED, [], 2)
+    text = t4.text(document)
+    assert text.endswith("}\n}\n") and list(json.loads(text))[-1] == "cache"
+
+
+def test_kernel_tuner_searches_an_export_in_its_simulation_mode(tmp_path: Path) -> None:
+    kernel_tuner = pytest.importorskip("kernel_tuner", reason="kernel-tuner is not installed")
+    spaces = [
+        Config("fused_attention", {"tile_n": n, "splits": s}) for n in (64, 128) for s in (1, 2)
+    ]
+    some = [measured(c, latency_us=10.0 + i) for i, c in enumerate(spaces[1:])]
+    for name in ("t1", "kernel-tuner"):
+        (tmp_path / f"{name}.json").write_text(t4.text(t4.FORMATS[name](some)))
+    (tmp_path / f"{PROBLEM.op}.cu").touch()
+    _, found = kernel_tuner.tune_kernel_T1(
+        *(tmp_path / "t1.json", tmp_path / "kernel-tuner.json"),
+        simulation_mode=True,
+        strategy="brute_force",
+    )
+    times = [one["measurements"][0]["value"] for one in found["results"]]
+    assert sorted(times) == [0.01, 0.011, 0.012]
 
 
 def test_metadata_names_the_machine() -> None:
@@ -92,7 +126,7 @@ def test_metadata_names_the_machine() -> None:
     assert document["environment"]["requirements"] == ["cuda==13.0", "driver==580.159"]
 
 
-@pytest.mark.parametrize("name", ["t1", "t4-metadata"])
+@pytest.mark.parametrize("name", ["t1", "t4-metadata", "kernel-tuner"])
 def test_every_format_is_of_one_space(name: str) -> None:
     other = measured().but(problem=AttentionProblem(2048, 2048, 64))
     with pytest.raises(ConfigError, match="one search space"):

@@ -79,10 +79,10 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("tuner", "t4", "t4-metadata", "t1"),
+        choices=("tuner", "t4", "t4-metadata", "t1", "kernel-tuner"),
         default="tuner",
-        help="t4, t4-metadata: results and their machine in the format of Kernel Tuner and others, "
-        "of one problem; t1: the measured search space (default: tuner)",
+        help="one problem for Kernel Tuner and others. t4: results; t4-metadata: the machine; t1: "
+        "the measured space; kernel-tuner: a cache file to simulate with. Default: tuner",
     )
     parser = _add(
         subparsers, "import", import_file, "add the entries of an exported file to the store"

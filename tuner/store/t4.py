@@ -1,4 +1,5 @@
 """Measurements of one problem in T4, the results format that tuners share, and in T1 their space.
+Kernel Tuner's cache file is a third format, which its simulation mode searches.
 
 Kernel Tuner's wheel has the formats' JSON schemas, whose keys are used. Times are milliseconds, as
 its own files have them; those that no measurement holds are left out.
@@ -11,7 +12,7 @@ configuration's final time stands where it has one; ``pass`` says which it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tuner.config import Value
@@ -19,6 +20,8 @@ from tuner.errors import ConfigError
 from tuner.measurement import Measurement, Status
 
 SCHEMA_VERSION = "1.0.0"
+FAILED = "RuntimeFailedConfig"
+"""Kernel Tuner's time of a configuration that did not run."""
 ABSENT = "(absent)"
 """Value of a parameter that a config does not have."""
 INVALIDITY: Mapping[Status, str] = {
@@ -88,34 +91,71 @@ def metadata(measurements: Iterable[Measurement]) -> dict[str, Any]:
 
 
 def space(measurements: Iterable[Measurement]) -> dict[str, Any]:
-    """A T1 document of the measured search space: each parameter's values, and as a condition the
-    combinations that were measured.
+    """A T1 document of the measured search space: each parameter's values, and as conditions the
+    measured combinations of the first two, three, ... of them. A solver that reads them in turn
+    sees few combinations; with one condition over all it sees millions.
 
     Raises:
         ConfigError: as of `results`.
     """
-    latest = _of_one_space(measurements)
-    first = next(iter(latest.values()))
-    configs = [_values(m) for m in latest.values()]
-    names = sorted({name for config in configs for name in config})
-    rows = [tuple(config.get(name, ABSENT) for name in names) for config in configs]
-    parameters = []
-    for name, column in zip(names, zip(*rows, strict=True), strict=True):
-        values = sorted(set(column), key=lambda value: (isinstance(value, str), value))
-        kind = "string" if any(isinstance(value, str) for value in values) else "int"
-        parameters.append({"Name": name, "Type": kind, "Values": repr(values)})
-    condition = f"({', '.join(names)},) in {sorted(set(rows), key=repr)!r}"
+    (first, *_), names, rows = _table(measurements)
+    parameters = [
+        {
+            "Name": name,
+            "Type": "string" if any(isinstance(value, str) for value in values) else "int",
+            "Values": repr(values),
+        }
+        for name, values in _values_of(names, rows).items()
+    ]
+    conditions = [
+        {
+            "Parameters": names[:count],
+            "Expression": f"({', '.join(names[:count])},) in "
+            f"{sorted({row[:count] for row in rows}, key=repr)!r}",
+        }
+        for count in range(min(2, len(names)), len(names) + 1)
+    ]
     return {
         "General": {"FormatVersion": 1, "TimeUnit": "Milliseconds", "OutputFormat": "JSON"},
         "ConfigurationSpace": {
             "TuningParameters": parameters,
-            "Conditions": [{"Parameters": names, "Expression": condition}],
+            "Conditions": conditions,
         },
         "KernelSpecification": {
-            **{"Language": "CUDA", "KernelName": first.problem.op, "KernelFile": ""},
+            **{"Language": "CUDA", "KernelName": first.problem.op},
+            "KernelFile": f"{first.problem.op}.cu",
             **{"GlobalSize": {"X": "1"}, "LocalSize": {"X": "1"}},
             **{"Device": {"Name": first.gpu.name}, "ProblemSize": [1], "Arguments": []},
         },
+    }
+
+
+def cache(measurements: Iterable[Measurement]) -> dict[str, Any]:
+    """A cache file of Kernel Tuner, in which its simulation mode looks configurations up.
+
+    Raises:
+        ConfigError: as of `results`.
+    """
+    latest, names, rows = _table(measurements)
+    parts = ("compile_time", "verification_time", "benchmark_time", "strategy_time")
+    timings = dict.fromkeys((*parts, "framework_time"), 0.0)
+    entries = {}
+    for m, row in zip(latest, rows, strict=True):
+        time_ms = _milliseconds(m.latency_us)
+        entries[",".join(map(str, row))] = {
+            **dict(zip(names, row, strict=True)),
+            **timings,
+            "compile_time": (m.compile_cpu_s or 0.0) * 1e3,
+            "time": FAILED if time_ms is None else time_ms,
+            "times": [] if time_ms is None else [time_ms],
+            "timestamp": m.created_at,
+        }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **{"device_name": latest[0].gpu.name, "kernel_name": latest[0].problem.op},
+        "problem_size": [1],
+        **{"tune_params_keys": names, "tune_params": _values_of(names, rows)},
+        **{"objective": "time", "cache": entries},
     }
 
 
@@ -123,6 +163,7 @@ FORMATS: Mapping[str, Callable[[Iterable[Measurement]], dict[str, Any]]] = {
     "t4": results,
     "t4-metadata": metadata,
     "t1": space,
+    "kernel-tuner": cache,
 }
 """Functions that make a document, by the name of its format."""
 
@@ -147,6 +188,25 @@ def _of_one_space(measurements: Iterable[Measurement]) -> dict[str, Measurement]
     return latest
 
 
+def _table(
+    measurements: Iterable[Measurement],
+) -> tuple[list[Measurement], list[str], list[tuple[Value, ...]]]:
+    """The measurements, the parameters' names, and their values of each measurement."""
+    latest = list(_of_one_space(measurements).values())
+    configs = [_values(m) for m in latest]
+    names = sorted({name for config in configs for name in config})
+    return latest, names, [tuple(c.get(name, ABSENT) for name in names) for c in configs]
+
+
+def _values_of(names: Sequence[str], rows: Iterable[tuple[Value, ...]]) -> dict[str, list[Value]]:
+    """Values of each parameter, numbers before words."""
+    columns = zip(*rows, strict=True)
+    return {
+        name: sorted(set(column), key=lambda value: (isinstance(value, str), value))
+        for name, column in zip(names, columns, strict=True)
+    }
+
+
 def _values(measurement: Measurement) -> dict[str, Value]:
     """Parameters of a config and its family, truths as numbers."""
     params = {"family": measurement.config.family, **measurement.config.params}
@@ -155,6 +215,8 @@ def _values(measurement: Measurement) -> dict[str, Value]:
 
 def text(document: Mapping[str, Any]) -> str:
     """The document as JSON, a line each for its results."""
+    if "cache" in document:  # must be last: Kernel Tuner reads how the file ends
+        return json.dumps(document, indent=1) + "\n"
     if "results" not in document:
         return json.dumps(document, indent=1, sort_keys=True) + "\n"
     head = {name: value for name, value in document.items() if name != "results"}
@@ -165,6 +227,7 @@ def text(document: Mapping[str, Any]) -> str:
 def _result(measurement: Measurement) -> dict[str, Any]:
     time_ms, deviation_ms = map(_milliseconds, (measurement.latency_us, measurement.std_us))
     timed = [] if time_ms is None else [time_ms]
+    compile_ms = (measurement.compile_cpu_s or 0.0) * 1e3
     amounts = {
         "time": (time_ms, "ms"),
         "deviation": (deviation_ms, "ms"),
@@ -176,8 +239,8 @@ def _result(measurement: Measurement) -> dict[str, Any]:
         "timestamp": measurement.created_at,
         "configuration": {"family": measurement.config.family, **measurement.config.params},
         "objectives": ["time"],
-        "times": {
-            "compilation_time": (measurement.compile_cpu_s or 0.0) * 1e3,
+        "times": {  # the schema has the first name, Kernel Tuner and its readers the second
+            **dict.fromkeys(("compilation_time", "compilation"), compile_ms),
             "runtimes": timed,
         },
         "invalidity": INVALIDITY[measurement.status],
