@@ -24,7 +24,6 @@ NAMES = (
     "population",
     "products",
     "results",
-    "search",
     "suites",
     "training",
     "tuner",
@@ -36,11 +35,9 @@ MOVED = {
     **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
     "counters": "tuner profile",
-    **dict.fromkeys(
-        ("repeats", "search --preset repeats"),
-        "scripts/bench tuner --preset quick --file FILE --seeds N",
-    ),
-    **dict.fromkeys(("sweeps", "search --preset sweeps"), "scripts/bench tuner --preset quick"),
+    "repeats": "scripts/bench tuner --preset quick --file FILE --seeds N",
+    "search": "scripts/bench tuner --preset recorded, or quick for sweeps",
+    "sweeps": "scripts/bench tuner --preset quick",
     **{
         name: f"scripts/bench population --preset {name}"
         for name in ("fp8_attention", "layers", "masks", "own_calls")
@@ -49,7 +46,7 @@ MOVED = {
     "population --preset regret": "scripts/bench tuner",
     "sustained": "scripts/bench population --preset sustained",
     **{name: f"scripts/bench products --preset {name}" for name in ("e4m3", "narrow", "scaled")},
-    "stopping": "scripts/bench search --preset recorded, whose rows `tuner fit stopping` reads",
+    "stopping": "scripts/bench tuner --preset recorded, whose rows `tuner fit stopping` reads",
 }
 
 

@@ -7,7 +7,8 @@ beside every built kernel of every family in one interleaved pass (`tuner_truth`
 ``untuned`` judges what a call gets without tuning. ``quick`` and ``full`` sweep each problem first,
 by ``tuner sweep`` into an empty store. Rows of two runs of one preset show flips and fidelity:
 ``--table FIRST SECOND``. ``kernels`` times what is built at problems of the models that selections
-are made from. ``rivals`` replays recorded sweeps by other tuners (`tuner_rivals`).
+are made from. ``rivals`` replays recorded sweeps by other tuners (`tuner_rivals`), ``recorded`` by
+the own samplers (`tuner_recorded`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks import (
     harness,
     tuner_figures,
     tuner_problems,
+    tuner_recorded,
     tuner_rivals,
     tuner_sweeps,
     tuner_truth,
@@ -144,10 +146,14 @@ def options(parser: Parser) -> None:
     add("--fresh", action="store_true", help="quick, full: sweeps compile into an empty cache")
     add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
     add("--recordings", type=Path, default=recording_archive.folder(), metavar="DIR",
-        help="rivals: folder of recordings (default: the shipped ones)")  # fmt: skip
-    add("--times", type=int, default=10, metavar="N", help="rivals: seeds (default 10)")
+        help="rivals, recorded: folder of recordings (default: the shipped ones)")  # fmt: skip
+    add("--times", type=int, default=10, metavar="N", help="rivals, recorded: seeds (default 10)")
     samplers = ",".join(tuner_rivals.SAMPLERS)
     add("--optuna", default=samplers, metavar="NAME,...", help=f"rivals: default {samplers}")
+    own = tuner_recorded.SAMPLERS
+    add("--samplers", default=own, metavar="NAME,...", help=f"recorded: default {own}")
+    add("--in-flight", type=int, default=1, metavar="N", help="recorded: compiled at once (1)")
+    add("--least-groups", type=int, default=32, metavar="N", help="recorded: kernels (default 32)")
     add("--kernel-tuner", metavar="PYTHON", help="rivals: a Python that has kernel_tuner")
     add("--gpu", default="H200", help="--compile-only: GPU whose selections are built")
 
@@ -204,6 +210,14 @@ BENCH = Bench(
             *(tuner_rivals.spaces, tuner_rivals.measure, tuner_rivals.line, tuner_rivals.table),
             limit_s=3 * 3600.0,
             smoke=tuner_rivals.SMOKE,
+            needs_gpu=False,
+        ),
+        "recorded": Preset(
+            "own samplers on recorded sweeps by compiles, and simulated seconds; no GPU",
+            *(tuner_recorded.cases, tuner_recorded.measure),
+            *(tuner_recorded.line, tuner_recorded.table),
+            limit_s=3 * 3600.0,
+            smoke=tuner_recorded.SMOKE,
             needs_gpu=False,
         ),
     },

@@ -29,10 +29,10 @@ from typing import Any
 
 import optuna
 
-from benchmarks import search
+from benchmarks import tuner_recorded
 from benchmarks.harness import Row
 from benchmarks.rows import markdown
-from benchmarks.search import Replayed
+from benchmarks.tuner_recorded import Replayed
 from benchmarks.tuner_sweeps import TIE
 from tuner.config import Config
 from tuner.errors import BenchmarkError
@@ -73,21 +73,21 @@ class Space:
 
 
 SMOKE = Space(
-    f"gemm at {search.SMOKE.label}",
+    f"gemm at {tuner_recorded.SMOKE.label}",
     "gemm",
-    search.SMOKE.label,
-    search.SMOKE.names,
+    tuner_recorded.SMOKE.label,
+    tuner_recorded.SMOKE.names,
 )
 
 
 def spaces(args: Namespace) -> list[Space]:
     """Recorded spaces of enough configs, in an order by hash, so that ``--limit`` is a sample."""
     cases = []
-    for part in search.fits_of(args.recordings).parts:
+    for part in tuner_recorded.fits_of(args.recordings).parts:
         for family in dict.fromkeys(m.config.family for m in part.measurements):
             own = _of_family(part, family)
             if len(own.measurements) >= MIN_SPACE:
-                name = search.label_of(part)
+                name = tuner_recorded.label_of(part)
                 cases.append(Space(f"{family} at {name}", family, name))
     return sorted(cases, key=lambda case: hashlib.sha256(case.label.encode()).hexdigest())
 
@@ -100,8 +100,8 @@ def _of_family(part: Recording, family: str) -> Recording:
 
 def measure(case: Space, args: Namespace) -> Row:
     """Regrets of each way by seed, after `EVALUATIONS`."""
-    fits: CostFits = search.fits_of(args.recordings, case.files)
-    part = next(p for p in fits.parts if search.label_of(p) == case.name)
+    fits: CostFits = tuner_recorded.fits_of(args.recordings, case.files)
+    part = next(p for p in fits.parts if tuner_recorded.label_of(p) == case.name)
     space = _of_family(part, case.group)
     times = {m.config: float(m.latency_us or 0.0) for m in space.measurements}
     seeds, most = range(args.times), min(EVALUATIONS[-1], len(times))

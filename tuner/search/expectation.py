@@ -2,8 +2,8 @@
 part of a surrogate's expected saving that came.
 
 `tuner develop fit stopping` takes the times and losses of simulated searches over the recorded
-problems (`scripts/bench search`), and what the surrogate expected in them. It stores both as
-``cache/effort/expected.json``.
+problems (`scripts/bench tuner --preset recorded`), and what the surrogate expected in them. It
+stores both as ``cache/effort/expected.json``.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ is the logarithm of the best latency among its run-time variants.
 The sampler `model` uses a Gaussian-process residual over each family's cost model (`surrogate`). It
 proposes the groups with the least expected times first, then the group with the largest expected
 gain over all families. It ends when no expected gain is worth a compile. Other samplers are for
-comparison (`scripts/bench search`): random, the cost models' order, and Optuna's TPE, GP and
-CMA-ES, started from the families' seeds.
+comparison (`scripts/bench tuner --preset recorded`): random, the cost models' order, and Optuna's
+TPE, GP and CMA-ES, started from the families' seeds.
 
 Studies live in memory; only the store is durable, and a new search reads its measurements.
 `storage` copies the studies for Optuna's tools.
@@ -72,10 +72,10 @@ class Effort:
 
 #: Quick: at most 16 kernels for each family of attention, 40 for GEMM. A group is started if it is
 #: expected to save 0.2 %, by what came in recorded searches. Waiting costs 0.1 % a second.
-#: Simulated on 16 cores (`scripts/bench search`, 39 recordings), half of the searches end within
-#: 26 s, nine of ten within 42 s, and one in ten loses 0.5 %. Waiting for all kernels takes 29 s and
-#: loses 0.2 %. Twice the price loses 1.6 % in one of ten. Full: 200 groups for each family, which
-#: enumerates all smaller spaces, and all compiles are waited for.
+#: Simulated on 16 cores (`scripts/bench tuner --preset recorded`, 39 recordings), half of the
+#: searches end within 26 s, nine of ten within 42 s, and one in ten loses 0.5 %. Waiting for all
+#: kernels takes 29 s and loses 0.2 %. Twice the price loses 1.6 % in one of ten. Full: 200 groups
+#: for each family, which enumerates all smaller spaces, and all compiles are waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials=dict.fromkeys(("attention", "attention_backward", "softmax"), 16),

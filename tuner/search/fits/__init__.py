@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FITS: Mapping[str, str] = {
     "cost": "cost models of the families, from recordings (default: those that ship)",
-    "stopping": "seconds and loss of a search, from `scripts/bench search`",
+    "stopping": "seconds and loss of a search, from `scripts/bench tuner --preset recorded`",
     "corrections": "rates at calls of models, from `scripts/bench population`",
     "ratios": "PyTorch's times over own kernels' at calls, from `scripts/bench population`",
     "kernels": "rates at calls of models, from `scripts/bench tuner --preset kernels`",

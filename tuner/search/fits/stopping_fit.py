@@ -39,7 +39,9 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         for name, ends in row.get("searches", {}).items():
             searches.setdefault((row["group"], name), []).append(ends)
     if not searches:
-        raise ConfigError("no simulated search (wanted: rows of scripts/bench search)")
+        raise ConfigError(
+            "no simulated search (wanted: rows of scripts/bench tuner, preset recorded)"
+        )
     result = Refit(str(expectation.file()))
     ships = {(e.op, f"{e.effort} {e.cores}"): e for e in expectation.shipped()}
     fitted = []

@@ -30,10 +30,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Bench, Preset, Row
+from benchmarks.harness import Row
 from benchmarks.rows import markdown
 from benchmarks.search_machine import Compilers
-from tuner.cli import Parser
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.base import Family, KernelSpec, group_by_kernels, without_fallbacks
@@ -431,30 +430,3 @@ def _quantiles(values: Sequence[float], form: str) -> str:
     ordered = sorted(values)
     last = ordered[math.ceil(0.9 * len(ordered)) - 1]
     return f"{form.format(statistics.median(ordered))} / {form.format(last)}"
-
-
-def options(parser: Parser) -> None:
-    """Options of the preset."""
-    add = parser.add_argument
-    add("--recordings", type=Path, default=recording_archive.folder(), metavar="DIR",
-        help="folder of recordings (default: the shipped ones)")  # fmt: skip
-    add("--samplers", default=SAMPLERS, metavar="NAME,...", help=f"default {SAMPLERS}")
-    add("--least-groups", type=int, default=32, metavar="N", help="least kernels (default 32)")
-    add("--in-flight", type=int, default=1, metavar="N", help="kernels compiled at once")
-    add("--times", type=int, default=3, metavar="N", help="seeds (default 3)")
-
-
-BENCH = Bench(
-    "search",
-    __doc__,
-    {
-        "recorded": Preset(
-            "samplers on recorded sweeps by compiles, and simulated seconds; no GPU",
-            *(cases, measure, line, table),
-            limit_s=3 * 3600.0,
-            smoke=SMOKE,
-            needs_gpu=False,
-        )
-    },
-    options,
-)
