@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tuner.search.samplers import GroupStudy, ModelSampler
     from tuner.search.surrogate import Past, Surrogate
 
-LEADING = 8
+LEADING = 6
 """First groups that `model` chooses by expected time, all in flight at once; expected improvement
-chooses the others. Expected improvement alone would try the most unusual groups first. The best of
-the first 8 is within 0.03 % of the recorded best in the mean of 31 recordings (0.9 % at most); of
-the first 4 within 0.33 %."""
+chooses the others. Expected improvement alone would try the most unusual groups first. Simulated
+sweeps of 29 recordings took 27.8, 23.6 and 21.2 s on 16 cores with the first 8, 6 and 4, and lost
+0.13, 0.23 and 0.26 %. Within 1 % of the best were 54, 53 and 51 of 58."""
 RACE_MARGIN = 0.1
 """Largest lead of the family's best time over a group's first variants at which the others are
 timed. Source: 173 recorded GEMM kernels. The better of the first 2 of up to 8 variants is within
