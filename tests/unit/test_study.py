@@ -372,7 +372,7 @@ def test_model_begins_with_the_least_expected_times_and_spreads_what_follows() -
     assert kinds < {group[0]["n"] for group in first}, "not all of the same kind"
 
 
-@pytest.mark.parametrize(("total", "count"), [(40, 8), (20, 8), (12, 6)])
+@pytest.mark.parametrize(("total", "count"), [(40, LEADING), (20, LEADING), (8, 4)])
 def test_model_compiles_ahead_what_is_asked_before_any_result(total: int, count: int) -> None:
     search = Search([member(Toy(), sampler="model")], total=total, seeds=8, min_gain=1e-9)
     first = search.first_groups()
