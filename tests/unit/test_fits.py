@@ -258,6 +258,24 @@ class TestCorrections:
         assert (domain.label(), peer.build) == ("D=128, causal, prompts", "fa3 of today")
         assert (peer.config["kernel"], len(peer.ratios.logs)) == ("flash3", len(one))
 
+    def test_calls_over_pages_are_of_the_kernel_that_takes_them(self, tmp_path: Path) -> None:
+        us = {"tuner": 10.0, "flash3": 5.0, "flash3_unprepared": 6.0}
+        problems = [
+            AttentionProblem.parse(f"B=8,H={8 * g},HKV=8,SQ=1,SKV=4096,D=128,page_size=16")
+            for g in range(2, 10)
+        ]
+        rows = [{"problem": problem.to_json(), "us": us} for problem in problems]
+        head = {"flash3": "fa3 of today", "flash3_serving": "fa3_serving of today"}
+        file = tmp_path / "pages.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in (head, *rows)))
+        ((_, text),) = peers_fit.refit([file], GPUS["H200"]).documents.items()
+        ((domain, (peer,)),) = Portfolio.from_json(json.loads(text)).peers.items()
+        assert (domain.label(), peer.build) == (
+            "D=128, full, paged, one query",
+            head["flash3_serving"],
+        )
+        assert peer.config["kernel"] == "flash3_unprepared"
+
     def test_peers_of_unlike_builds_do_not_meet(self, tmp_path: Path) -> None:
         other = tmp_path / "other.jsonl"
         other.write_text('{"flash3": "fa3 of yesterday"}\n')
