@@ -21,7 +21,7 @@ FAULTS = {
     "out_of_bounds": ("out_of_bounds", "4 bytes beside 'd' were written"),
     "changes_input": ("out_of_bounds", "input 'a' was changed"),
     "unwritten": ("wrong_result", "1 of 262144 elements were never written"),
-    "out_of_memory": ("out_of_memory", "4398048"),
+    "out_of_memory": ("out_of_memory", "4398050"),
     "crash": ("worker_died", "SIGABRT"),
     "refused": ("launch_error", "cudaError 1"),
     "synchronizes": ("launch_error", "cudaError 90"),
