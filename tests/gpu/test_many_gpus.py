@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import final
 
 import tuner as package
 from tuner.compile.compiler import Compiler
@@ -22,7 +23,7 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure import device
-from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.runners.choose import Machine, Runners
 from tuner.store import open_store
@@ -93,18 +94,9 @@ def decide(compiler: Compiler, config: Config, problems: Sequence[Problem]) -> N
             specs = family(config.family).kernels(problem, config)
             built = compiler.submit(list(specs.values()))
             keys = [future.result().key for _, future in built]
-            won = Measurement(
-                problem,
-                config,
-                gpu,
-                Regime.default(problem.op),
-                Status.OK,
-                latency_us=1.0,
-                rounds=20,
-                is_final=True,
-                created_at="2026-01-01T00:00:00+00:00",
-                artifacts=dict(zip(specs, keys, strict=True)),
-            )
+            facts = {"gpu": gpu, "created_at": "2026-01-01T00:00:00+00:00"}
+            artifacts = dict(zip(specs, keys, strict=True))
+            won = final(config, 1.0, problem, **facts, artifacts=artifacts)
             store.decide(problem, gpu, won.regime, [won], "test")
 
 

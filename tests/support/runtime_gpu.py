@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import final
 
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
@@ -16,7 +17,6 @@ from tuner.errors import CompileError
 from tuner.families import families_of, family
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -115,17 +115,8 @@ def store(problem: Problem, gpu: Gpu, config: Config, **changes: Any) -> None:
     """Decide that `config` won; the runtime's next call sees it."""
     from tuner.store import open_store
 
-    base = Measurement(
-        problem=problem,
-        config=config,
-        gpu=gpu,
-        regime=Regime.default(problem.op),
-        status=Status.OK,
-        latency_us=1.0,
-        rounds=20,
-        is_final=True,
-        created_at="2026-01-01T00:00:00+00:00",
-    ).but(**changes)
+    facts = {"gpu": gpu, "created_at": "2026-01-01T00:00:00+00:00", **changes}
+    base = final(config, 1.0, problem, **facts)
     with open_store() as opened:
         opened.decide(problem, gpu, base.regime, [base], "test")
     part("call.table").table._look_at = 0.0

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from stored import final
 
 from tuner.cli import entries
 from tuner.compile.artifacts import ArtifactCache
@@ -14,11 +15,11 @@ from tuner.config import Config
 from tuner.families import family
 from tuner.families.peers import installed
 from tuner.hardware import gpu_by_name
-from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
 from tuner.selection import availability
 from tuner.selection.kernels import Lists
-from tuner.selection.reader import LookupResult, lookup
+from tuner.selection.reader import Entry, LookupResult, lookup
 from tuner.store import open_store
 
 H200 = gpu_by_name("H200")
@@ -84,16 +85,14 @@ def test_a_rule_s_kernel_is_an_answer(
     assert set(data["served_here"]) == {"is_served", "reason", "instead"}
 
 
-def test_replayed_times_are_not_served(tmp_path: Path) -> None:
+def verdict_of(config: Config, **facts: Provenance) -> availability.Availability:
+    """Of an answer by a decision for a config."""
+    return availability.of_answer(LookupResult(Entry.of([final(config, 9.0, **facts)]), exact=True))
+
+
+def test_replayed_times_are_not_served() -> None:
     config = Config("vendor_sdpa", {"backend": "cudnn"})
-    replayed = Measurement(
-        PROBLEM, config, H200, Regime("stream", "warm"), Status.OK, latency_us=9.0,
-        provenance=Provenance.REPLAYED, is_final=True,
-    )  # fmt: skip
-    with open_store(str(tmp_path / "store.sqlite")) as store:
-        store.decide(PROBLEM, H200, replayed.regime, [replayed], "sweep")
-        [entry] = store.entries()
-    verdict = availability.of_answer(LookupResult(entry, exact=True))
+    verdict = verdict_of(config, provenance=Provenance.REPLAYED)
     assert verdict.text.startswith("no: replayed times are not served (on a GPU: `tuner sweep ")
 
 
@@ -101,16 +100,9 @@ def test_replayed_times_are_not_served(tmp_path: Path) -> None:
     ("name", "reason"),
     [("fused_attention", "another version than the entry's"), ("cutlass_fmha", "was removed")],
 )
-def test_a_config_that_this_program_cannot_build(name: str, reason: str, tmp_path: Path) -> None:
+def test_a_config_that_this_program_cannot_build(name: str, reason: str) -> None:
     config = Config(name, {"of": "another version"})
-    decided = Measurement(
-        PROBLEM, config, H200, Regime("stream", "warm"), Status.OK, latency_us=9.0,
-        provenance=Provenance.MEASURED, is_final=True,
-    )  # fmt: skip
-    with open_store(str(tmp_path / "store.sqlite")) as store:
-        store.decide(PROBLEM, H200, decided.regime, [decided], "sweep")
-        [entry] = store.entries()
-    verdict = availability.of_answer(LookupResult(entry, exact=True))
+    verdict = verdict_of(config)
     assert not verdict.is_served and reason in verdict.reason
     assert reason in availability.of_kernel(PROBLEM, config, H200).reason
 

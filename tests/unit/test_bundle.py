@@ -131,14 +131,15 @@ class TestPacking:
             pack(maker.store.entries(), maker.cache, tmp_path / "no" / "b.tar")
 
 
+def full(*_: Any, **__: Any) -> None:
+    raise StoreError("the disk is full")
+
+
 class TestNothingHalfInstalled:
     def test_the_store_fails(
         self, packed: Path, user: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(*_: Any, **__: Any) -> None:
-            raise StoreError("the disk is full")
-
-        monkeypatch.setattr(user.store, "import_", fail)
+        monkeypatch.setattr(user.store, "import_", full)
         with pytest.raises(StoreError, match="the disk is full"):
             user.install(packed)
         assert user.content == ([], [], 0)
@@ -149,9 +150,7 @@ class TestNothingHalfInstalled:
         put = user.cache.put
 
         def fail(key: str, *rest: Any, **facts: Any) -> Any:
-            if key == KEYS[1]:
-                raise StoreError("the disk is full")
-            return put(key, *rest, **facts)
+            return full() if key == KEYS[1] else put(key, *rest, **facts)
 
         monkeypatch.setattr(user.cache, "put", fail)
         with pytest.raises(StoreError, match="the disk is full"):
@@ -162,11 +161,7 @@ class TestNothingHalfInstalled:
         self, packed: Path, user: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         user.build(RANKING[0])
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise StoreError("the disk is full")
-
-        monkeypatch.setattr(user.store, "import_", fail)
+        monkeypatch.setattr(user.store, "import_", full)
         with pytest.raises(StoreError):
             user.install(packed)
         assert user.cache.keys() == [KEYS[0]]
@@ -177,6 +172,12 @@ def command(maker: Machine, *arguments: str) -> int:
         return main(["bundle", *arguments, "--store", str(maker.path)])
     except SystemExit as exc:
         return int(str(exc.code))
+
+
+def decide_without_kernels(maker: Machine, *problems: SoftmaxProblem) -> None:
+    for problem in problems:
+        lone = measured(SPACE[0], 3.0, "9" * 32, problem=problem)
+        maker.store.decide(problem, H200, WARM, [lone], "sweep")
 
 
 class TestCommand:
@@ -197,9 +198,7 @@ class TestCommand:
     def test_what_is_left_out_is_said(
         self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        other = SoftmaxProblem(64, 1024)
-        lone = measured(SPACE[0], 3.0, "9" * 32, problem=other)
-        maker.store.decide(other, H200, WARM, [lone], "sweep")
+        decide_without_kernels(maker, SoftmaxProblem(64, 1024))
         assert command(maker, str(tmp_path / "b.tar"), "--all") == 0
         said = capsys.readouterr()
         assert "left out: softmax M=64" in said.err
@@ -211,10 +210,7 @@ class TestCommand:
     def test_of_many_that_are_left_out_the_first_are_named_and_the_rest_counted(
         self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        for rows in range(1, 20):
-            other = SoftmaxProblem(64 * rows, 1024)
-            lone = measured(SPACE[0], 3.0, "9" * 32, problem=other)
-            maker.store.decide(other, H200, WARM, [lone], "sweep")
+        decide_without_kernels(maker, *(SoftmaxProblem(64 * rows, 1024) for rows in range(1, 20)))
         assert command(maker, str(tmp_path / "b.tar"), "--all") == 0
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 4 and lines[-1] == "left out: 16 more (all of them: --json)"
@@ -224,10 +220,7 @@ class TestCommand:
     ) -> None:
         for key in KEYS:
             maker.cache.remove(key)
-        for rows in range(1, 20):
-            other = SoftmaxProblem(64 * rows, 512)
-            lone = measured(SPACE[0], 3.0, "9" * 32, problem=other)
-            maker.store.decide(other, H200, WARM, [lone], "sweep")
+        decide_without_kernels(maker, *(SoftmaxProblem(64 * rows, 512) for rows in range(1, 20)))
         assert command(maker, str(tmp_path / "b.tar"), "--all") == 1
         err = capsys.readouterr().err
         assert "nothing is built of 20 entries (`tuner build` makes all), as softmax M=" in err

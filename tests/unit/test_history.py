@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stored import final
 
 from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU, GPUS
-from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.measurement import Environment, Measurement, Regime
 from tuner.problem import GemmProblem, Problem
 from tuner.runners import recording, recording_archive
 from tuner.runners.recording import Recording
@@ -25,9 +26,7 @@ CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
 
 
 def measured(problem: Problem, config: Config, environment: Environment = HERE) -> Measurement:
-    return Measurement(
-        problem, config, DEFAULT_GPU, REGIME, Status.OK, environment=environment, latency_us=9.0
-    )
+    return final(config, 9.0, problem, environment=environment, is_final=False)
 
 
 def tuned(store: Store, problem: Problem, environment: Environment = HERE) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import stored
 
 from tuner.config import Config
 from tuner.families.base import Family
@@ -24,16 +27,10 @@ ENVIRONMENT = Environment({"driver": "1"})
 def made(
     config: Config, us: float | None, *, final: bool = False, stage: bool = False
 ) -> Measurement:
-    return Measurement(
-        STAGE if stage else PROBLEM,
-        config,
-        DEFAULT_GPU,
-        REGIME,
-        Status.OK if us else Status.TIMEOUT,
-        environment=ENVIRONMENT,
-        latency_us=us,
-        is_final=final,
-    )
+    status = Status.OK if us else Status.TIMEOUT
+    facts: dict[str, Any] = {"regime": REGIME, "status": status, "latency_us": us}
+    problem = STAGE if stage else PROBLEM
+    return stored.final(config, 1.0, problem, environment=ENVIRONMENT, is_final=final, **facts)
 
 
 def runner(*measurements: Measurement, stages: tuple[Recording, ...] = ()) -> ReplayRunner:

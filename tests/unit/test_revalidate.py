@@ -341,13 +341,6 @@ class TestCommands:
         document = json.loads(capsys.readouterr().out)
         assert {e["shape"] for e in document["entries"]} == {PROBLEM.label(), other.label()}
 
-    def test_a_time_limit_leaves_entries_for_the_next_run(
-        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        decide(store, measured(OWN[0], 12.0))
-        assert main(["revalidate", "--all", "--time-limit", "0"]) == 1
-        assert "1 entries are left; the same command goes on" in capsys.readouterr().err
-
     def test_a_list_s_problems_in_its_order_and_those_of_a_gpu_that_shares(
         self,
         store: Store,
@@ -426,12 +419,25 @@ class TestCommands:
             timed = [c for pass_ in machine.runner.retimed for c in pass_ if not is_vendor(c)]
             assert timed == configs
 
-    def test_only_the_operation_that_is_named(
-        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            (["--all", "--time-limit", "0"], "1 entries are left; the same command goes on"),
+            (["--all", "--op", "gemm"], "nothing is measured for gemm on"),
+            (["--shape", "S=77,D=64"], "nothing is measured for attention"),
+        ],
+    )
+    def test_nothing_is_timed_but_what_is_named(
+        self,
+        store: Store,
+        machine: type[FakeRunners],
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        reason: str,
     ) -> None:
         decide(store, measured(OWN[0], 12.0))
-        assert main(["revalidate", "--all", "--op", "gemm"]) == 1
-        assert "nothing is measured for gemm on" in capsys.readouterr().err
+        assert main(["revalidate", *arguments]) == 1
+        assert reason in capsys.readouterr().err
         assert main(["revalidate", "--all", "--op", "attention"]) == 0
 
     def test_without_a_gpu(
@@ -440,12 +446,6 @@ class TestCommands:
         machine.gpu = None
         assert main(["revalidate", "--all"]) == 1
         assert "without a GPU" in capsys.readouterr().err
-
-    def test_a_shape_that_nobody_tuned(
-        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["revalidate", "--shape", "S=77,D=64"]) == 1
-        assert "nothing is measured for attention" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         "arguments",

@@ -84,17 +84,12 @@ def test_the_first_kernel_is_asked_for_while_another_serves(
     assert len(asked) == 1
 
 
-def test_nothing_is_asked_for_in_a_capture(
-    serving: Serving, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving.runtime.devices, "is_capturing", lambda: True)
-    assert not serving.call() and not asked
-
-
-def test_ranks_that_did_not_agree_ask_for_nothing(
-    serving: Serving, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving.runtime.devices, "ranks", lambda: 2)
+@pytest.mark.parametrize(("fact", "value"), [("is_capturing", True), ("ranks", 2)])
+def test_captures_and_ranks_that_did_not_agree_ask_for_nothing(
+    serving: Serving, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch,
+    fact: str, value: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(serving.runtime.devices, fact, lambda: value)
     assert not serving.call() and not asked
 
 
