@@ -36,7 +36,7 @@ PROOF = Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-23")
 GROUPED = grouped.targets
 BESIDE = 5
 """Libraries beside the kernels, the dispatcher among them."""
-FULL = AttentionDomain(256, "full", "prompt")
+FULL = AttentionDomain(256, "full", "one")
 
 
 @pytest.fixture(autouse=True)

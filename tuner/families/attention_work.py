@@ -13,6 +13,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
+from tuner.families.attention_instances import instance
 from tuner.families.tape import called, larger, smaller, where
 from tuner.hardware import Gpu
 from tuner.problem import DTYPE_BYTES, AttentionProblem
@@ -243,6 +244,18 @@ def closed_work(sizes: AttentionSizes, tiling: None, gpu: Gpu) -> tuple[float, .
 
 
 _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
+
+
+PEER_ROWS, PEER_KEYS = 128, {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
+"""Rows of a tile of FlashAttention-3, and its keys by the instance of the head dimension."""
+
+
+def peer_work(problem: AttentionProblem, gpu: Gpu) -> tuple[float, ...]:
+    """The amount of each of `TERMS` for FlashAttention-3, whose tiles hold all heads of a group."""
+    tiling = AttentionTiling(PEER_ROWS, PEER_KEYS[instance(problem.head_dim)])
+    if 1 < problem.heads_q // problem.heads_kv <= PEER_ROWS:
+        tiling = tiling._replace(pads_heads=True, fills_rows=True)
+    return work(AttentionSizes.of(problem), tiling, gpu)
 
 
 def _steps(

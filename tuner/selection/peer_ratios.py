@@ -28,6 +28,16 @@ MIN_LEAD = 0.04
 which the dispatcher launches."""
 
 
+def is_here(config: Config, build: str) -> bool:
+    """True if this machine has a build of a peer's kernel, and it may answer.
+
+    Raises:
+        ConfigError: when TUNER_ANSWERS has an unknown word.
+    """
+    kernel = str(config["kernel"])
+    return installed.build_of(kernel) == build and may_answer(kernel)
+
+
 class PeerRatios(NamedTuple):
     """Ratios of one domain's answers to a peer's kernel."""
 
@@ -38,13 +48,8 @@ class PeerRatios(NamedTuple):
 
     @property
     def answers_here(self) -> bool:
-        """True if this machine has that build, and it may answer.
-
-        Raises:
-            ConfigError: when TUNER_ANSWERS has an unknown word.
-        """
-        kernel = str(self.config["kernel"])
-        return installed.build_of(kernel) == self.build and may_answer(kernel)
+        """`is_here` of it."""
+        return is_here(self.config, self.build)
 
     def expected(self, sizes: Sequence[int]) -> float:
         """Logarithm by which the peer's kernel is expected to be faster."""

@@ -31,11 +31,12 @@ from tuner.families.by_operation import DOMAINS, AnyDomain, GatedDomain, Product
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, Problem
-from tuner.selection import peer_ratios
+from tuner.selection import peer_ratios, peer_times
 from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection, choose
 from tuner.selection.engine_ratios import EngineRatios
 from tuner.selection.peer_ratios import Peers
+from tuner.selection.peer_times import Times
 from tuner.selection.portfolio_json import (
     FORMAT,
     VERSION,
@@ -46,6 +47,8 @@ from tuner.selection.portfolio_json import (
     peers_from,
     peers_json,
     text,
+    times_from,
+    times_json,
 )
 from tuner.selection.transfer import Transfer
 
@@ -71,6 +74,8 @@ class Portfolio:
     """Ratios to an engine's own kernels; of attention."""
     peers: Peers = field(default_factory=dict)
     """Peers' kernels that were measured on this GPU; of attention."""
+    peer_times: Times = field(default_factory=dict)
+    """The same, by rates."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -129,6 +134,7 @@ class Portfolio:
                 in_stream=streamed,
                 engines={**other.engines, **self.engines},
                 peers=self.peers,
+                peer_times=self.peer_times,
             )
             # Both GPUs have the same kernels for what was measured on neither.
             if other._breadth > self._breadth:
@@ -183,7 +189,8 @@ class Portfolio:
         origin["days"] = [days[0], days[-1]] if days else []
         domains = {**self.domains, **newer.domains}
         portfolio = Portfolio(self.op, self.gpu, domains, origin)
-        return replace(portfolio, engines=self.engines, peers=self.peers)
+        kept = {name: getattr(self, name) for name in ("engines", "peers", "peer_times")}
+        return replace(portfolio, **kept)
 
     @property
     def _transfer(self) -> Transfer:
@@ -237,15 +244,22 @@ class Portfolio:
         domain = domain_of(problem)
         models = self.models_of(domain)
         selection = None if models is None else choose(problem, models, self.gpu)
-        peers = self.peers.get(domain) if self.peers and domain else None
-        if selection is None or not peers or not isinstance(problem, AttentionProblem):
+        if selection is None or not isinstance(problem, AttentionProblem) or domain is None:
             return selection
-        peers_faster = [
-            (selection.expected_us / ratio, config)
-            for ratio, config in peer_ratios.faster(problem, peers)
+        ratios, times = self.peers.get(domain, ()), self.peer_times.get(domain, ())
+        if not (ratios or times):
+            return selection
+        expected = [
+            *((selection.expected_us / one, to) for one, to in peer_ratios.faster(problem, ratios)),
+            *peer_times.faster(problem, times, self.gpu, selection.expected_us),
+        ]
+        faster = [
+            (us, config)
+            for us, config in expected
             if families()[config.family].accepts(problem, config, self.gpu)
         ]
-        return selection._replace(peers=tuple(peers_faster)) if peers_faster else selection
+        by_us = sorted(faster, key=lambda peer: peer[0])
+        return selection._replace(peers=tuple(by_us)) if by_us else selection
 
     def to_json(self) -> dict[str, Any]:
         """The document that `from_json` reads."""
@@ -257,6 +271,7 @@ class Portfolio:
             "origin": {name: list(values) for name, values in self.origin.items()},
             **({"engines": engines_json(self.engines)} if self.engines else {}),
             **({"peers": peers_json(self.peers)} if self.peers else {}),
+            **({"peer_times": times_json(self.peer_times)} if self.peer_times else {}),
             "domains": [models_json(models) for _, models in sorted(self.domains.items())],
         }
 
@@ -301,7 +316,9 @@ class Portfolio:
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
             new = cls(data["op"], gpu, domains, origin, in_stream=streamed)
             engines = engines_from(kind, data.get("engines", ()))
-            return replace(new, engines=engines, peers=peers_from(kind, data.get("peers", ())))
+            peers = peers_from(kind, data.get("peers", ()))
+            times = times_from(kind, data.get("peer_times", ()))
+            return replace(new, engines=engines, peers=peers, peer_times=times)
         except ConfigError:
             raise
         except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:

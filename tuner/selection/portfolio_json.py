@@ -18,6 +18,7 @@ from tuner.selection import peer_ratios, ratios
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.engine_ratios import WIDTH_OCTAVES, EngineRatios
 from tuner.selection.peer_ratios import PeerRatios, Peers
+from tuner.selection.peer_times import PeerTimes, Times
 from tuner.selection.ratios import SIZES, Ratios
 
 FORMAT = "cutlass-tuner portfolio"
@@ -98,10 +99,7 @@ def engines_from(kind: type[AnyDomain], rows: Any) -> EngineRatios:
 def peers_json(peers: Peers) -> list[dict[str, Any]]:
     """The document that `peers_from` reads."""
     return [
-        {
-            **{"domain": _domain_json(domain), **peer.config.to_json(), "build": peer.build},
-            "ratios": peer.ratios.to_json(),
-        }
+        {**_peer_json(domain, peer), "ratios": peer.ratios.to_json()}
         for domain, some in sorted(peers.items())
         for peer in some
     ]
@@ -121,6 +119,34 @@ def peers_from(kind: type[AnyDomain], rows: Any) -> Peers:
         peer = PeerRatios(config, str(row["build"]), measured)
         peers[domain] = (*peers.get(domain, ()), peer)
     return peers
+
+
+def times_json(times: Times) -> list[dict[str, Any]]:
+    """The document that `times_from` reads."""
+    return [
+        {**_peer_json(domain, peer), "rates": dict(peer.rates)}
+        for domain, some in sorted(times.items())
+        for peer in some
+    ]
+
+
+def _peer_json(domain: AnyDomain, peer: PeerRatios | PeerTimes) -> dict[str, Any]:
+    return {"domain": _domain_json(domain), **peer.config.to_json(), "build": peer.build}
+
+
+def times_from(kind: type[AnyDomain], rows: Any) -> Times:
+    """The inverse of `times_json`.
+
+    Raises:
+        ConfigError: on a wrong value.
+    """
+    times: dict[AnyDomain, tuple[PeerTimes, ...]] = {}
+    for row in rows:
+        domain = kind(**row["domain"])
+        config = Config.from_json({"family": row["family"], "params": row["params"]})
+        rates = {str(term): _number(us) for term, us in row["rates"].items()}
+        times[domain] = (*times.get(domain, ()), PeerTimes(config, str(row["build"]), rates))
+    return times
 
 
 def _ratios_from(rows: Any, axes: int, width: float = ratios.WIDTH_OCTAVES) -> Ratios:

@@ -78,6 +78,18 @@ def _rated(kernel: Config, like: Candidate) -> Candidate:
     return replace(like, config=kernel, rates=rates)
 
 
+def _donated(models: DomainModels) -> DomainModels:
+    """A donor's models without its `further_kernels`, which other domains have of their own."""
+    kernels = models.domain.further_kernels
+    further = {family(kernel.family).compile_digest(kernel) for kernel in kernels}
+    own = [
+        one
+        for one in models.candidates
+        if one.family is None or one.family.compile_digest(one.config) not in further
+    ]
+    return replace(models, candidates=own)
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Candidates of unmeasured domains."""
@@ -136,6 +148,7 @@ class Transfer:
             models = self.measured.get(other)
             if models is None:
                 continue
+            models = _donated(models)
             transferred = list(self._transferred(domain, models))
             if isinstance(domain, AttentionDomain) and domain.operand == "bool":
                 transferred = list(self._masked(domain, other, transferred))

@@ -10,23 +10,36 @@ from collections.abc import Container, Iterator, Mapping
 from tuner.config import Config, Value
 from tuner.families.fused_attention.packing import MAX_PACKED, NAME
 
-#: Levers of the kernel of long prompts, by the instance.
+#: Levers of the kernel of long prompts, by the instance; those without packed sequences.
 _LONG: Mapping[int, Mapping[str, Value]] = {
     64: {"tile_n": 128, "warp_groups": 3},
+    96: {"tile_n": 128, "rescale": "lazy"},
+    128: {"tile_n": 128, "rescale": "lazy", "turn_ends": "scores"},
     192: {"tile_n": 112, "rescale": "lazy"},
-    256: {"tile_n": 64, "rescale": "lazy"},
+    256: {"tile_n": 80, "rescale": "lazy"},
+}
+_UNPACKED: Mapping[int, Mapping[str, Value]] = {
+    64: {"stages_output": True},
+    96: {"stages_output": True, "skips_masked": "halves"},
+    192: {"skips_masked": "blocks"},
+    256: {"skips_masked": "blocks", "tile_n": 64},
 }
 #: Instances with a kernel of long prompts, by the feature that others lack and the mask.
 _HAVE_LONG: Mapping[tuple[str, str], Container[int]] = {
-    ("", "causal"): (192,),
+    ("", "causal"): (96, 192),
+    ("", "windowed"): (64,),
     ("softcap", "causal"): (192, 256),
-    ("varlen", "causal"): (192,),
-    ("varlen", "full"): (64, 192),
+    ("varlen", "causal"): (96, 128, 192, 256),
+    ("varlen", "full"): (64, 96, 128, 192, 256),
 }
-#: Instances with a kernel of packed heads: of windows, of few queries, and of few tall tiles.
-_WINDOWED, _FEW, _TALL = (96, 192, 256), (192, 256), (96, 128)
-#: Keys of a tile at which two blocks of one group fit on a multiprocessor, by the instance.
+#: Instances with a kernel of packed heads: of windows, of few queries, of few tall tiles, and of a
+#: soft cap, of few queries or under a causal mask.
+_WINDOWED, _FEW, _TALL = (96, 192, 256), 192, (96, 128)
+_CAPPED_FEW, _CAPPED = (96, 128, 192, 256), (192,)
+#: Keys of a tile at which two blocks of one group fit on a multiprocessor, by the instance; and
+#: those of two groups that take turns.
 _PACKING_TILES = {64: 64, 96: 64, 128: 64, 192: 48}
+_TURNING_TILES = {64: 128, 96: 128, 128: 128, 192: 80, 256: 64}
 #: Any number of query heads to a KV head, none of a tile's rows in vain.
 _PACKS: Mapping[str, Value] = {"packed_heads": MAX_PACKED, "pads_heads": True, "fills_rows": True}
 
@@ -59,18 +72,25 @@ def kernels(
     feature = "varlen" if is_varlen else "softcap" if has_softcap else ""
     is_prompt = phase == "prompt"
     if is_prompt and head_dim in _HAVE_LONG.get((feature, mask), ()):
-        more = {"searches": True} if is_varlen else {"skips_masked": "blocks"}
-        yield _turning(**_LONG[head_dim], **more)
+        more = {"searches": True} if is_varlen else _UNPACKED[head_dim]
+        yield _turning(**{**_LONG[head_dim], **more})
     if is_varlen:
         yield _packing(head_dim, persistent=True, searches=True)
-    elif is_prompt:
-        is_capped = has_softcap and mask == "full" and head_dim == 256
-        if is_capped or (mask == "windowed" and not has_softcap and head_dim in _WINDOWED):
+    elif has_softcap:
+        is_few = phase == "few" and mask == "full" and head_dim in _CAPPED_FEW
+        is_capped = is_prompt and (mask, head_dim) == ("full", 256)
+        if is_few:
+            yield _packing(head_dim, persistent=False)
+        elif is_capped or (is_prompt and mask == "causal" and head_dim in _CAPPED):
             yield _packing(head_dim)
-    elif phase == "few" and mask != "windowed" and not has_softcap:
-        if head_dim in _FEW:
+    elif mask == "windowed":
+        if is_prompt and head_dim in _WINDOWED:
             yield _packing(head_dim)
-        if mask == "full" and head_dim in _TALL:
+    elif phase != "one":
+        yield _turning(**_PACKS, tile_n=_TURNING_TILES[head_dim])
+        if phase == "few" and head_dim == _FEW:
+            yield _packing(head_dim)
+        if phase == "few" and mask == "full" and head_dim in _TALL:
             yield _turning(**_PACKS, tile_n=128, persistent=False)
 
 

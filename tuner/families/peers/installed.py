@@ -92,7 +92,7 @@ def _version(name: str, folder: Path | None) -> str:
     if folder and (folder / f"{peer.module}.py").is_file():
         content = hashlib.sha256()
         for file in sorted(folder.glob(peer.files)):
-            if file.is_file():
+            if file.is_file() and not file.with_name(f"{file.name}.xz").exists():  # unpacked
                 content.update(file.name.encode() + b"\0" + file.read_bytes())
         return f"{peer.module} {content.hexdigest()[:16]}"
     if not peer.package:

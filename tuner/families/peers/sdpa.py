@@ -36,7 +36,7 @@ BACKENDS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
 }  # fmt: skip
 PEERS = ("flash3", "flash4")
 SERVING = "flash3_serving"
-#: The same over pages, without metadata: each call prepares itself.
+#: The same without metadata: each call prepares itself.
 UNPREPARED = "flash3_unprepared"
 #: Keys of a trial run's sequence at most: those of a call may be gigabytes.
 MAX_TRIED = 256
@@ -117,8 +117,12 @@ class VendorSdpa(Vendor):
         if not isinstance(problem, AttentionProblem):
             return ""
         if kernel == UNPREPARED:
-            if not problem.is_paged or problem.has_sinks:
-                return f"{kernel} is called with paged caches without sinks, only"
+            is_other = problem.softcap or problem.is_windowed or problem.is_varlen
+            if problem.has_sinks or not (problem.is_paged or is_other):
+                return (
+                    f"{kernel} is called with windows, soft caps, packed sequences and paged "
+                    "caches without sinks, only"
+                )
             kernel = SERVING
         if problem.dtype == E4M3 and kernel != SERVING:
             return f"{kernel} takes fp16 and bf16, not {E4M3} with descale factors"
@@ -154,6 +158,8 @@ class VendorSdpa(Vendor):
     def trial(self, problem: Problem, kernel: str) -> Problem:
         if kernel != UNPREPARED or not isinstance(problem, AttentionProblem):
             return problem
+        if not (problem.is_paged or problem.is_varlen):
+            return problem
         keys = min(problem.seqlen_kv, MAX_TRIED)
         return replace(problem, batch=1, seqlen_q=min(problem.seqlen_q, keys), seqlen_kv=keys)
 
@@ -162,10 +168,11 @@ class VendorSdpa(Vendor):
             module = installed.module_of(SERVING)
             if isinstance(module, str):
                 return module
-            if kernel == UNPREPARED:
+            if kernel == UNPREPARED and problem.is_paged:
                 return UnpreparedPages(module, problem, scale)
-            pose = paged_call if problem.is_paged else serving_call
-            return pose(module, problem, scale)
+            if problem.is_paged:
+                return paged_call(module, problem, scale)
+            return serving_call(module, problem, scale, is_prepared=kernel == SERVING)
         if problem.is_varlen and not problem.is_paged:
             return flash2_varlen_call(problem, scale)
         if kernel in BACKENDS:
@@ -252,10 +259,11 @@ def flash2_varlen_call(problem: AttentionProblem, scale: float) -> Attend:
     import torch
 
     attend = torch.ops.aten._flash_attention_forward.default
-    lengths = problem.seqlen_q, problem.seqlen_kv
+    longest = problem.seqlen_q, problem.seqlen_kv
 
-    def call(query: Any, key: Any, value: Any, starts_q: Any, starts_kv: Any) -> Any:
-        tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    def call(*inputs: Any, lengths: tuple[int, int] = longest) -> Any:
+        *tensors, starts_q, starts_kv = inputs
+        tensors = [tensor[0].transpose(0, 1) for tensor in tensors]
         options = starts_q, starts_kv, *lengths, 0.0, problem.is_causal, False
         return attend(*tensors, *options, scale=scale)[0].transpose(0, 1)[None]
 
@@ -314,9 +322,17 @@ def peer_call(attend: Attend, problem: AttentionProblem, scale: float, **options
     return call
 
 
-def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
-    """FlashAttention-3's serving build: its kernels of variable lengths, with the metadata that a
-    server makes once a step. e4m3 comes with a factor a head.
+def serving_call(
+    module: Any, problem: AttentionProblem, scale: float, is_prepared: bool = True
+) -> Attend:
+    """FlashAttention-3's serving build: its kernels of variable lengths. e4m3 comes with a factor a
+    head.
+
+    Args:
+        module: the build.
+        problem: problem of the calls.
+        scale: factor of the scores.
+        is_prepared: dense calls have the metadata that a server makes once a step.
     """
     import torch
 
@@ -333,16 +349,22 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
         )
         sizes = problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv
         masks = {name: value for name, value in options.items() if name != "scale"}
-        ready["metadata"] = module.metadata(used, *sizes, problem.head_dim, query.dtype, **masks)
+        if is_prepared:
+            of_call = *sizes, problem.head_dim, query.dtype
+            ready["metadata"] = module.metadata(used, *of_call, **masks)
         ready["seqused_k"] = used
         ready["max_seqlen_k"] = problem.seqlen_kv
 
-    def call(query: Any, key: Any, value: Any, *more: Any) -> Any:
+    longest = problem.seqlen_q, problem.seqlen_kv
+
+    def call(
+        query: Any, key: Any, value: Any, *more: Any, lengths: tuple[int, int] = longest
+    ) -> Any:
         if problem.is_varlen:
             tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            lengths = {"cu_seqlens_q": more[0], "max_seqlen_q": problem.seqlen_q}
-            lengths |= {"cu_seqlens_k": more[1], "max_seqlen_k": problem.seqlen_kv}
-            return module.fwd(*tensors, **lengths, **options).transpose(0, 1)[None]
+            ends = {"cu_seqlens_q": more[0], "max_seqlen_q": lengths[0]}
+            ends |= {"cu_seqlens_k": more[1], "max_seqlen_k": lengths[1]}
+            return module.fwd(*tensors, **ends, **options).transpose(0, 1)[None]
         if not ready:  # in the first call, which `tried` makes outside of any capture
             prepare(query)
         factors = dict(zip(DESCALES, more, strict=False))

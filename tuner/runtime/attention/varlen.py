@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from tuner.problem.packed import PackedProblem, stepped
 from tuner.runtime.attention import flash2
 from tuner.runtime.attention.attention_call import scale_of
 from tuner.runtime.call import devices, guards, native
-from tuner.runtime.call.plan import KernelPlan, Plan, Posed
+from tuner.runtime.call.plan import KernelPlan, Plan, Posed, VendorPlan
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import Call, PlannedCall, find, serve
 from tuner.runtime.call.table import table
@@ -120,6 +120,9 @@ class VarlenCall(_Packed, Call):
         if isinstance(plan, KernelPlan):
             sizes = self.batch, self.longest_q, self.longest_kv
             plan = _sized(plan, sizes, query.shape, value.shape, self.scale)
+        elif isinstance(plan, VendorPlan):
+            lengths = self.longest_q, self.longest_kv
+            plan = replace(plan, call=partial(plan.call, lengths=lengths))
         return (plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
 
     @property

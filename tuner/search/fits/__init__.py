@@ -18,10 +18,12 @@ FITS: Mapping[str, str] = {
     "corrections": "rates at calls of models, from `scripts/bench population`",
     "ratios": "PyTorch's times over own kernels' at calls, from `scripts/bench population`",
     "kernels": "rates at calls of models, from `scripts/bench tuner --preset kernels`",
+    "shapes": "rates of each term at calls, from `scripts/bench cliffs --preset kernels`",
     "rates": "rates of kernels that rules choose among, from `scripts/bench products`",
     "backward": "costs of gradients of attention, from `scripts/bench backward`",
     "engines": "an engine's times over tuned kernels', from `scripts/bench paged`",
     "peers": "times over peers' kernels', from `scripts/bench population --preset peers`",
+    "peer_times": "rates of peers' kernels, from `scripts/bench cliffs`",
     "paged": "splits of paged decoding, from `scripts/bench paged`",
 }
 """Fits beside that of portfolios, and their files, by name."""

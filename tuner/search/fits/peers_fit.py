@@ -65,7 +65,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     Raises:
         ConfigError: when a file is wrong or names no build, or no portfolio ships for the GPU.
     """
-    builds = _builds(files)
+    builds = builds_of(files)
     ships = next((p for p in shipped() if p.op == AttentionDomain.op and p.gpu == gpu), None)
     if ships is None:
         raise ConfigError(f"no portfolio of attention ships for {gpu.name}")
@@ -94,7 +94,7 @@ def _by_others(domain: AnyDomain, kernel: str, some: Sequence[Measured]) -> Iter
             yield ratio
 
 
-def _builds(files: Sequence[Path]) -> dict[str, str]:
+def builds_of(files: Sequence[Path]) -> dict[str, str]:
     """Builds of the peers by the files' headings.
 
     Raises:

@@ -1,0 +1,54 @@
+"""Expected times of peers' kernels over dense and packed sequences, by rates as of own kernels.
+
+Own kernels and FlashAttention-3 are each the faster one at some sizes of nearly every domain. So
+ratios near a call say less than times by the work that it has (`attention_work.peer_work`). Rates
+hold for one build of the peer's package.
+
+At 616 drawn calls of an H200, each by the others' rates, 10.5 % were below 0.97 of the fastest
+kernel with FlashAttention-3 as an answer, and 18.3 % without. By ratios 13 % were (replayed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tuner.config import Config
+from tuner.families.attention_work import TERMS, peer_work
+from tuner.families.by_operation import AnyDomain
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem
+from tuner.selection.peer_ratios import is_here
+
+
+class PeerTimes(NamedTuple):
+    """A peer's kernel in one domain."""
+
+    config: Config
+    build: str
+    """The build that was timed (`installed.build_of`)."""
+    rates: Mapping[str, float]
+    """Microseconds for one unit of each of `attention_work.TERMS`; a missing one is 0."""
+
+    def us(self, amounts: Sequence[float]) -> float:
+        """Expected microseconds of amounts of work."""
+        return sum(self.rates.get(term, 0.0) * of for term, of in zip(TERMS, amounts, strict=True))
+
+
+Times = Mapping[AnyDomain, Sequence[PeerTimes]]
+"""Peers' kernels by domain."""
+
+
+def faster(
+    problem: AttentionProblem, peers: Sequence[PeerTimes], gpu: Gpu, bound_us: float
+) -> Iterator[tuple[float, Config]]:
+    """Peers' kernels of this machine that are expected below a time.
+
+    Yields:
+        Expected microseconds and config.
+    """
+    here = [peer for peer in peers if is_here(peer.config, peer.build)]
+    amounts = peer_work(problem, gpu) if here else ()
+    for peer in here:
+        if (us := peer.us(amounts)) < bound_us:
+            yield us, peer.config
