@@ -261,7 +261,7 @@ class TestCorrections:
         times = [5.0 + 0.5 * a + 0.2 * b for _, a, b in amounts]
         assert shaped(amounts, times, [5.0, 0.5, 0.2]) == pytest.approx([5.0, 0.5, 0.2], rel=1e-3)
         found = shaped(amounts, times, [2.0, 0.9, 0.0])
-        assert found == pytest.approx([5.0, 0.5, 0.2], rel=0.25)
+        assert found == pytest.approx([5.0, 0.5, 0.2], rel=0.35)
         assert shaped(amounts[:1], times[:1], [2.0, 0.9, 0.0])[2] < 0.1 * found[2]
 
     def test_a_peer_that_is_clearly_faster_is_kept(self, tmp_path: Path) -> None:

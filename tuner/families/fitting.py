@@ -53,3 +53,16 @@ def least_squares(
         lambda steps: residuals(moved(steps)), [0.0] * len(start), loss=loss, **options
     )
     return {name: float(f"{v:.{digits}g}") for name, v in moved(solution.x).items()}
+
+
+def nonnegative(rows: Any, goal: Any) -> Any:
+    """Numbers, not negative, of the least squares of rows times them less a goal.
+
+    Raises:
+        ConfigError: when scipy is not installed.
+    """
+    try:
+        from scipy import optimize
+    except ImportError as exc:
+        raise ConfigError(f"a fit needs scipy ({exc}): {extra_command('fit')}") from exc
+    return optimize.nnls(rows, goal)[0]

@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tuner.base.install import extra_command
 from tuner.errors import ConfigError
 from tuner.families.by_operation import AnyDomain
-from tuner.families.fitting import Constants, FitGroup
+from tuner.families.fitting import Constants, FitGroup, nonnegative
 from tuner.families.work import sizes_of
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem
@@ -220,11 +219,8 @@ def shaped(
     Raises:
         ConfigError: when scipy is not installed.
     """
-    try:
-        import numpy as np
-        from scipy.optimize import nnls
-    except ImportError as exc:
-        raise ConfigError(f"a fit needs scipy ({exc}): {extra_command('fit')}") from exc
+    import numpy as np
+
     parts = np.array(amounts, float) / np.array(measured, float)[:, None]
     mine = np.array(rates or [0.0] * parts.shape[1], float)
     if (errors := (parts * mine).sum(axis=1)).any():
@@ -232,5 +228,5 @@ def shaped(
     scale = np.where(mine > 0, mine, SHARE / np.maximum(parts.mean(axis=0), np.finfo(float).tiny))
     roots, trust = np.sqrt(np.array(weights or [1.0] * len(parts))), math.sqrt(TRUST)
     rows = np.vstack([parts * scale * roots[:, None], trust * np.eye(len(scale))])
-    factors, _ = nnls(rows, np.concatenate([roots, trust * (mine > 0)]))
+    factors = nonnegative(rows, np.concatenate([roots, trust * (mine > 0)]))
     return [float(f"{us:.5g}") for us in factors * scale * parts.any(axis=0)]
