@@ -100,6 +100,7 @@ def test_what_pytorch_never_calls_is_named() -> None:
         *sdpa.VARIANTS,
         *sdpa.TILES,
         *installed.PEERS,
+        sdpa.UNPREPARED,
         "torch_compile",
         "inductor",
     }
