@@ -34,6 +34,7 @@ from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.selection import peer_ratios
 from tuner.selection.peer_ratios import PeerRatios
+from tuner.selection.peer_times import PeerTimes
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.ratios import Ratios
 from tuner.selection.reader import lookup
@@ -140,6 +141,32 @@ def test_a_portfolio_keeps_its_peers(build: str) -> None:
     assert one.ratios.to_json() == [[64, 32, 1, 2.0]] * 6
     newer = again.updated(portfolio_of(candidate(FIRST, 10.0)))
     assert newer.peers == again.peers
+
+
+def with_times(build: str, us: float) -> Portfolio:
+    """A portfolio beside which FlashAttention-3 takes `us` microseconds."""
+    made = portfolio_of(candidate(FIRST, 10.0), candidate(SECOND, 11.0), candidate(FLASH, 20.0))
+    (domain,) = made.domains
+    return replace(made, peer_times={domain: (PeerTimes(FLASH3, build, {"launch": us}),)})
+
+
+def test_a_peer_of_less_expected_time_answers(serving: Serving, build: str) -> None:
+    assert served(serving, with_times(build, 9.9)) == "flash3"
+    assert served(serving, with_times(build, 10.1)) == "own"
+    assert served(serving, with_times("fa3 of yesterday", 9.9)) == "own"
+    found = with_times(build, 9.9).select(PROBLEM)
+    assert found is not None and found.first == (9.9, FLASH3)
+
+
+def test_a_portfolio_keeps_its_peers_times(build: str) -> None:
+    portfolio = with_times(build, 9.9)
+    again = Portfolio.from_json(portfolio.to_json())
+    assert again.peer_times == portfolio.peer_times
+    assert again.updated(portfolio_of(candidate(FIRST, 10.0))).peer_times == again.peer_times
+    other = portfolio_of(candidate(FIRST, 10.0))
+    domain = AttentionDomain(64, "causal", "prompt")
+    moved = replace(other, gpu=GPUS["H100"], domains={domain: next(iter(other.domains.values()))})
+    assert portfolio.beside(moved).peer_times == portfolio.peer_times
 
 
 def test_a_lookup_says_who_answers(build: str, monkeypatch: pytest.MonkeyPatch) -> None:

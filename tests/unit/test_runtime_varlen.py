@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 from noted_kernels import find_kernels
 
+from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import family
 from tuner.families.base import Family
 from tuner.families.fused_attention import FusedAttention
 from tuner.families.fused_attention_backward import FusedAttentionBackward
+from tuner.families.peers import sdpa
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -139,6 +143,41 @@ def test_gradients_are_launched_with_the_sizes_of_the_call(
     assert integers[:6] == (5, 4, 2, 7, 9, 16)
     assert integers[-2:] == (17, 21) and scalars == (0.5,)
     assert on_cpu.counters.stats().hits == 2
+
+
+def test_a_peer_is_given_the_lengths_of_the_call(
+    on_cpu: SimpleNamespace, varlen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("tuner.runtime.attention.varlen")
+    monkeypatch.setattr(on_cpu.plan.devices, "current", lambda: 0)
+    given: list[Any] = []
+
+    def fwd(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        given.append(options)
+        assert query.is_contiguous() and key.shape == value.shape == (21, 2, 16)
+        return query
+
+    def by_peer(call: Any) -> Any:
+        posed = call.pose()
+        accepts = family("vendor_sdpa").accepts(posed.estimated, peer, DEFAULT_GPU)
+        assert accepts == (call.starts_q is call.starts_kv or not call.is_causal)
+        connect = sdpa.serving_call(SimpleNamespace(fwd=fwd), posed.problem, 0.5, False)
+        return call.run(on_cpu.plan.VendorPlan(posed.problem, peer, 0, call=connect))
+
+    peer = Config("vendor_sdpa", {"kernel": sdpa.UNPREPARED})
+    monkeypatch.setattr(module, "serve", by_peer)
+    inputs = packed(2, torch.float16, spare=5)
+    assert torch.equal(varlen(*inputs, *LONGEST, scale=0.5, enable_gqa=True), inputs[0])
+    assert given == [
+        {
+            **{"cu_seqlens_q": inputs[3], "max_seqlen_q": 7, "cu_seqlens_k": inputs[4]},
+            **{"max_seqlen_k": 9, "causal": False, "scale": 0.5},
+        }
+    ]
+    refused = varlen(*inputs, *LONGEST, is_causal=True, scale=0.5, enable_gqa=True)
+    assert "bottom-right" in refused.reason and len(given) == 1
+    varlen(*inputs[:4], inputs[3], 9, 9, is_causal=True, scale=0.5, enable_gqa=True)
+    assert given[1]["causal"] and len(given) == 2
 
 
 def test_calls_of_like_sizes_are_of_one_kind(

@@ -19,6 +19,8 @@ class PackedProblem(AttentionProblem):
 
     rows_q: int = 0
     rows_kv: int = 0
+    is_alike: bool = True
+    """True if each sequence has as many queries as keys, as far as the host knows."""
 
     @classmethod
     def of(cls, problem: AttentionProblem, lengths: Sequence[int]) -> PackedProblem:

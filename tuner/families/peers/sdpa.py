@@ -17,6 +17,7 @@ from tuner.families.peers import FAILURES, Vendor, installed, off_rows, rated_us
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 from tuner.problem.attention import NARROW_HEAD_DIM
+from tuner.problem.packed import PackedProblem
 
 #: kernel that torch carries -> its switch and its check of tensors in torch.backends.cuda, its
 #: operator, and the operator's arguments between tensors or bias and dropout: no log-sum-exp. In
@@ -149,6 +150,7 @@ class VendorSdpa(Vendor):
         if problem.block_mask:
             return f"{kernel} has no block-sparse mask"
         square = problem.seqlen_q == problem.seqlen_kv
+        square = square and (not isinstance(problem, PackedProblem) or problem.is_alike)
         is_masked = problem.is_causal or problem.is_windowed
         if is_masked and not square and kernel in ("flash2", SERVING, *PEERS, *VARIANTS, *TILES):
             mask = "sliding window" if problem.is_windowed else "causal mask"

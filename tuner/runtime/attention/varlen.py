@@ -77,6 +77,7 @@ class VarlenCall(_Packed, Call):
             *("varlen", query.shape[1:], self.value.shape[1:], query.dtype, query.device),
             *(self.is_causal, self.scale),
             *map(stepped, self._sizes),
+            self._is_alike,
         )
 
     @property
@@ -100,9 +101,17 @@ class VarlenCall(_Packed, Call):
             is_varlen=True,
             value_dim=value.shape[2],
         )
-        return Posed(problem, self.scale, PackedProblem.sized(problem, *self._sizes).stepped)
+        estimated = PackedProblem.sized(problem, *self._sizes).stepped
+        return Posed(problem, self.scale, replace(estimated, is_alike=self._is_alike))
+
+    @property
+    def _is_alike(self) -> bool:
+        """True where a causal mask of FlashAttention's, bottom-right, is top-left as well."""
+        return self.starts_q is self.starts_kv or not self.is_causal
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        if isinstance(plan, VendorPlan) and not self._is_alike:
+            return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} has a bottom-right causal mask")
         out = table.run(*self._launch(plan))
         return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
 
@@ -129,12 +138,11 @@ class VarlenCall(_Packed, Call):
     def _fits_flash2(self) -> bool:
         """Its causal mask is bottom-right, so queries and keys must have the same lengths there."""
         query, key, value = self.query, self.key, self.value
-        is_alike = self.starts_q is self.starts_kv or not self.is_causal
         is_grouped = query.shape[1] != key.shape[1]
         is_empty = not (self.batch and self.longest_q and self.longest_kv)
         starts = self.starts_q, self.starts_kv
         return (
-            is_alike
+            self._is_alike
             and not is_empty
             and flash2.are_together(query, *starts)
             and all(t.is_contiguous() for t in starts)
