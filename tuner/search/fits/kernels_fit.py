@@ -123,16 +123,17 @@ def _timed(some: Sequence[KernelCall], kernels: Iterable[str]) -> dict[str, floa
 
 
 def joined(
-    some: Sequence[KernelCall], kernels: Sequence[str], others: Iterable[str]
+    some: Sequence[KernelCall], kernels: Sequence[str], others: Iterable[str], fixed: Constants
 ) -> dict[str, float]:
     """Factors of a domain's own kernels and of those that join it.
 
     Args:
         some: calls of the domain.
-        kernels: digests of its own kernels.
+        kernels: digests of its own kernels whose factors are fitted.
         others: digests of kernels of other domains.
+        fixed: factors of further kernels of the domain.
     """
-    by, open_ = factors(some, kernels), _timed(some, others)
+    by, open_ = {**factors(some, kernels), **fixed}, _timed(some, others)
     for _ in range(MAX_JOINED):
         losses = {name: _total(some, {**by, name: open_[name]}) for name in open_}
         name = min(losses, key=losses.__getitem__, default=None)
@@ -192,15 +193,20 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
 def _fit(
     result: Refit, title: str, some: Sequence[KernelCall], own: Sequence[str], others: Sequence[str]
 ) -> Constants:
-    """Factors of a domain with kernels that join it, else without, else as it ships: the first that
-    loses less at models left out.
+    """Factors of a domain with kernels that join it, else of those that join it, else of its own:
+    the first that lose less at models left out. Kernels that join each domain as it is read, as
+    those with filled rows, keep their rates.
     """
-    ships = dict.fromkeys(own, 1.0)
+    here = (name for call in some for name in call.times)
+    added = dict.fromkeys((name for name in here if name not in {*own, *others}), 1.0)
+    ships = {**dict.fromkeys(own, 1.0), **added}
     ways = (
-        (f"{title}, joined", partial(joined, kernels=own, others=others), MIN_GAIN),
-        (title, partial(factors, kernels=own), 0.0),
+        (f"{title}, joined", own, others, added, MIN_GAIN),
+        (f"{title}, only joined", (), others, ships, MIN_GAIN),
+        (title, own, (), added, 0.0),
     )
-    for name, fitted, gain in ways:
+    for name, kernels, joining, fixed, gain in ways:
+        fitted = partial(joined, kernels=kernels, others=joining, fixed=fixed)
         group = FitGroup(name, some, ships, fitted, loss, lambda call: call.group)
         if (by := result.fit(group, gain)) is not ships:
             return by
