@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from benchmarks.own_plans import built_artifacts
+from benchmarks.own_plans import built_artifacts, own_plan
 from benchmarks.products_ways import MAX_COPIES, ROTATED_BYTES
 from tuner.config import Config
 from tuner.families import families
@@ -136,19 +136,10 @@ def _vllms(problem: Any, inputs: Sequence[Sequence[Any]]) -> dict[str, Way]:
 
 def planned(posed: Any, config: Config) -> Any:
     """The plan of a built kernel, or a text why there is none."""
-    from tuner.measurement import Measurement, Provenance, Regime, Status
-    from tuner.runtime.call import devices
-    from tuner.runtime.call.plan import Plan, plan_of
-
     artifacts = _artifacts(posed.problem, config)
     if isinstance(artifacts, str):
         return artifacts
-    facts = Regime(), Status.OK, Provenance.PREDICTED
-    measurement = Measurement(
-        posed.problem, config, devices.gpu_of(0), *facts, artifacts=dict(artifacts)
-    )
-    plan = plan_of(posed, measurement, 0)
-    return plan if isinstance(plan, Plan) else plan.detail
+    return own_plan(posed.problem, config, artifacts, posed.scale)
 
 
 _built: dict[str, Mapping[str, str] | str] = {}
