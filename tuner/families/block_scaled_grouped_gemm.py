@@ -17,16 +17,18 @@ from tuner.families.block_scaled_gemm import (
     UNFITTED_START_CLOCKS,
     BlockScaledGemm,
     arguments_of,
-    cluster_violations,
-    extent_conflict,
     launched,
-    loop_violations,
     rates_of,
     reduction_of,
     spec_of,
-    tile_violations,
 )
 from tuner.families.block_scaled_gemm.expected import Rates, estimate_us
+from tuner.families.block_scaled_gemm.legality import (
+    cluster_violations,
+    extent_conflict,
+    loop_violations,
+    tile_violations,
+)
 from tuner.families.block_scaled_gemm.shape import deepened
 from tuner.families.chip_work import Work, work_of_groups
 from tuner.families.invariance import ReductionClass

@@ -18,15 +18,13 @@ from tuner.families import product_work
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
 from tuner.families.block_scaled_gemm import (
-    MAX_SUMS,
     RASTER_ORDERS,
     BlockScaledGemm,
     launch_choices,
     launched,
     loop_work,
-    split_violations,
-    stored_violations,
 )
+from tuner.families.block_scaled_gemm.legality import MAX_SUMS, split_violations, stored_violations
 from tuner.families.block_scaled_gemm.shape import (
     BARRIER_BYTES,
     INSTRUCTION_ROWS,

@@ -13,8 +13,9 @@ from functools import cache
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.block_scaled_gemm import UNROLL, BlockScaledGemm, of_rows, serial
+from tuner.families.block_scaled_gemm import BlockScaledGemm, of_rows, serial
 from tuner.families.block_scaled_gemm.expected import Rates, expected_us
+from tuner.families.block_scaled_gemm.legality import UNROLL
 from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, LOADS, MAX_READS, deepened
 from tuner.families.rule import RuleSelection
 from tuner.families.strided_product import tiles

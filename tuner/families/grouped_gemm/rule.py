@@ -16,8 +16,8 @@ from functools import cache
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.block_scaled_gemm import UNROLL
 from tuner.families.block_scaled_gemm.expected import Rates
+from tuner.families.block_scaled_gemm.legality import UNROLL
 from tuner.families.block_scaled_gemm.shape import deepened
 from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm, grouped_estimate_us
 from tuner.families.grouped_gemm import GroupedGemm
