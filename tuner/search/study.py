@@ -73,9 +73,10 @@ class Effort:
 #: Quick: at most 16 kernels for each family of attention, 40 for GEMM. A group is started if it is
 #: expected to save 0.2 %, by what came in recorded searches. Waiting costs 0.1 % a second.
 #: Simulated on 16 cores (`scripts/bench tuner --preset recorded`, 39 recordings), half of the
-#: searches end within 26 s, nine of ten within 42 s, and one in ten loses 0.5 %. Waiting for all
-#: kernels takes 29 s and loses 0.2 %. Twice the price loses 1.6 % in one of ten. Full: 200 groups
-#: for each family, which enumerates all smaller spaces, and all compiles are waited for.
+#: searches end within 23 s, nine of ten within 37 s, and one in ten loses 0.9 %. Waiting for all
+#: kernels takes 26 s and loses 0.4 %. Twice the price takes 19 s and loses 1.6 % in one of ten.
+#: Full: 200 groups for each family, which enumerates all smaller spaces, and all compiles are
+#: waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials=dict.fromkeys(("attention", "attention_backward", "softmax"), 16),
