@@ -241,7 +241,7 @@ def test_tiles_of_whole_queries_are_of_any_heads(
     assert "fills_rows" not in FAMILY.carried(alone, config).params
     if problem.is_paged:
         return
-    sizes = AttentionSizes.of(replace(problem, seqlen_q=14))
+    sizes = AttentionSizes.of(replace(problem, seqlen_q=14, is_varlen=False))
     counts = [
         attention_work.work(sizes, FAMILY.tiling(one), DEFAULT_GPU)[6] * DEFAULT_GPU.sm_count
         for one in (config, Config(config.family, {**config.params, "fills_rows": False}))
