@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from bare_family import BareFamily
-
 from tuner.config import Config
-from tuner.families.base import Domain, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.hardware import Gpu
 from tuner.problem import Problem
 
@@ -35,7 +33,7 @@ MASK_FAULTS = {"leak": True, "miss": True, "padding": False, "scale": False, "fu
 WORDS = {"fault": ("good", *FAULTS, *MASK_FAULTS)}
 
 
-class Planted(BareFamily):
+class Planted(Family):
     """`repeat` makes a good kernel slower."""
 
     name, op = "planted", "gemm"
@@ -43,8 +41,14 @@ class Planted(BareFamily):
     domains: ClassVar[Mapping[str, Domain]] = {**WORDS, "repeat": (1, 2, 4)}
     optional = frozenset({"repeat"})
 
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return []
+
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [good(4), *(faulty(fault) for fault in FAULTS), good(1), good(2)]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return 1.0
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         return {"main": KernelSpec("planted.cu.j2", {"fault": config["fault"]}, WORDS)}

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, ClassVar
 
-from bare_family import BareFamily
-
 from tuner.config import Config
 from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -27,7 +25,7 @@ ENVIRONMENT = Environment({"driver": "1"})
 OPTIONS = JobOptions(SweepOptions(trials=8, sampler="tpe")).to_json()
 
 
-class Toy(BareFamily):
+class Toy(Family):
     """Twelve kernels of two candidates each; the larger, the faster."""
 
     name = "toy"
@@ -38,6 +36,9 @@ class Toy(BareFamily):
         "n": (64, 128, 256),
         "raster": ("m", "n"),
     }
+
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return [

@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from bare_family import BareFamily
-
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, GateError
+from tuner.families.base import Family
 from tuner.measure.bursts import Entrant
 from tuner.measure.rounds import Timing
 from tuner.measure.tolerance import Verdict
@@ -23,8 +22,17 @@ PROBLEM = GemmProblem(m=512, n=512, k=512)
 KERNEL = Artifact("k" * 32, Path("/nowhere/kernel.so"), "0" * 64, None, 0.0)
 
 
-class Toy(BareFamily):
+class Toy(Family):
     name, op = "toy", "gemm"
+
+    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
+        return []
+
+    def space(self, problem: Any, gpu: Any) -> list[Config]:
+        return []
+
+    def predict_us(self, problem: Any, config: Any, gpu: Any) -> float:
+        return 1.0
 
 
 class FakeDevice:
