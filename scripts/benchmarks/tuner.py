@@ -104,7 +104,7 @@ def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
     def measure(case: Judged, args: Namespace) -> Row:
         assert case.seed is not None
         further = ["--effort", effort, *args.sweep.split()]
-        with tuner_sweeps.gpu_values("memory.used") as used_mib:
+        with tuner_sweeps.used_mib() as used:
             row = tuner_sweeps.swept(case.problem, case.seed, further, is_fresh=args.fresh)
         winner = Config.from_json(row["winner"])
         judged = tuner_truth.judged(case, winner, _earlier(case, args))
@@ -114,7 +114,7 @@ def sweeping(effort: str) -> Callable[[Judged, Namespace], Row]:
             **{"evaluations": row["kernels"], "swept_us": row["us"]["tuner"]},
             "phases": row["seconds"],
             **judged,
-            "extra_mib": max(used_mib) - used_mib[0] - operands if used_mib else None,
+            "extra_mib": max(used) - used[0] - operands if used else None,
             "judged": tuner_truth.own_name(winner) if row["is_own"] else "pytorch",
             **({} if row["is_own"] else {"choice": None}),
         }

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
-from tuner.measure import device
 from tuner.measurement import Provenance
 from tuner.problem import Problem
 from tuner.runners.choose import Machine, Runners
@@ -33,6 +33,8 @@ from tuner.store import exchange, open_store
 
 TIE = 0.01
 """Distance of times that count as equal."""
+INTERVAL_S = 0.2
+"""Seconds between two looks at the GPU's memory."""
 FIRST = "verified after"
 """Part of the line with which a sweep tells its first answer."""
 
@@ -174,19 +176,28 @@ def _note(message: str) -> None:
 
 
 @contextmanager
-def gpu_values(name: str) -> Iterator[list[float]]:
-    """A quantity of nvidia-smi's at the first visible GPU, five values a second, when the context
-    ends.
-    """
-    query = (f"--query-gpu={name}", "--format=csv,noheader,nounits", "-lms", "200")
-    values: list[float] = []
-    if device.detect() is None or shutil.which("nvidia-smi") is None:
+def used_mib() -> Iterator[list[float]]:
+    """Memory in use on the first visible GPU in MiB, five values a second; none without a GPU."""
+    import torch
+
+    values, ended = list[float](), threading.Event()
+    if not torch.cuda.is_available():
         yield values
         return
-    with tempfile.TemporaryFile("w+") as file:
-        command = ["nvidia-smi", "-i", device.pci_address(), *query]
-        with running(command, stdout=file, stderr=subprocess.DEVNULL) as process:
-            yield values
-            process.terminate()
-        file.seek(0)
-        values += [float(line) for line in file.read().split() if line.isdigit()]
+
+    def read() -> None:
+        free, total = torch.cuda.mem_get_info(0)
+        values.append((total - free) / 2**20)
+
+    def watch() -> None:
+        while not ended.wait(INTERVAL_S):
+            read()
+
+    read()  # this process's own context is in it
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield values
+    finally:
+        ended.set()
+        watching.join()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from bench_device import fake_device, fake_gpu, on_the_cpu  # noqa: F401
 
-from benchmarks import tuner_figures, tuner_truth
+from benchmarks import tuner_figures, tuner_sweeps, tuner_truth
 from benchmarks.tuner_problems import PROMPTS
 from tuner.config import Config
 from tuner.problem import AttentionProblem, GemmProblem
@@ -44,6 +45,26 @@ def test_transfer_is_what_is_served_at_neighbours_and_a_move_the_chosen_kernel_t
     assert tuner_figures.moves(row({}, near=near)) == [pytest.approx(0.1)]
     moved = tuner_figures.moves(row({}, near=near, choice=None))
     assert moved == [pytest.approx(1 / 8), pytest.approx(0.0)]
+
+
+def test_memory_is_read_until_the_sweep_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    read = threading.Event()
+
+    def free_and_total(_: int) -> tuple[int, int]:
+        if looks:
+            read.set()
+        looks.append(1)
+        return (8 - len(looks)) << 20, 8 << 20
+
+    looks: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_and_total)
+    monkeypatch.setattr(tuner_sweeps, "INTERVAL_S", 1e-3)
+    with tuner_sweeps.used_mib() as values:
+        assert values == [1.0] and read.wait(60)
+    assert values == [float(n) for n in range(1, len(values) + 1)] and len(values) > 1
+    assert not any(thread.name.endswith("(watch)") for thread in threading.enumerate())
 
 
 def test_a_flip_is_slower_in_the_later_pass_by_more_than_a_tie() -> None:
