@@ -108,6 +108,6 @@ def answer_of(comparison: OutputComparison) -> Answer:
 def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
     device = FakeDevice()
     kernel = FakeKernel(device)
-    made = Gate(device, kernel)  # type: ignore[arg-type]
+    made = Gate(device, kernel, 0)  # type: ignore[arg-type]
     made.open(problem, 7)
     return made, device, kernel

@@ -77,7 +77,7 @@ class FakeGate:
     is_sound = True
 
     def __init__(self, device: FakeDevice, kernel: Any) -> None:
-        self.device = device
+        self.device = self.memory = device
         self.pointers = {"a": 1, "b": 2, "d": 3}
         self.examined = 0
 

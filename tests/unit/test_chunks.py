@@ -125,7 +125,7 @@ class TestGate:
     def opened(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, FakeKernel]:
         monkeypatch.setattr(module, "ROWS", 16)
         device, kernel = FakeDevice(), FakeKernel()
-        made = Gate(device, kernel)  # type: ignore[arg-type]
+        made = Gate(device, kernel, 0)  # type: ignore[arg-type]
         made.open(ATTENTION, 7, is_sampled=True)
         made.load("random")
         return made, kernel

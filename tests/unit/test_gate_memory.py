@@ -12,7 +12,7 @@ from gate_fakes import FakeDevice, FakeKernel, opened
 
 from tuner.measure.device import Pool
 from tuner.measure.gate import Gate, kernels
-from tuner.measure.gate.kernels import POISON, Guarded
+from tuner.measure.gate.kernels import POISON, Arena, Guarded
 from tuner.measurement import Status
 from tuner.problem import (
     GemmProblem,
@@ -56,7 +56,8 @@ class Memory(FakeDevice):
 
     def fill16(self, pointer: int, pattern: int, size: int) -> None:
         super().fill16(pointer, pattern, size)
-        self.at(pointer, size)[:] = struct.pack("<H", pattern) * (size // 2)
+        if size:
+            self.at(pointer, size)[:] = struct.pack("<H", pattern) * (size // 2)
 
     def fill8(self, pointer: int, value: int, size: int) -> None:
         self.at(pointer, size)[:] = bytes([value]) * size
@@ -94,14 +95,16 @@ class MemoryKernel(FakeKernel):
             self._device.write(tensors[1], struct.pack("<Q", found))
 
 
-@pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, Memory, Guarded]:
+@pytest.fixture(params=[0, 1 << 16], ids=["alone", "arena"])
+def guarded(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Gate, Memory, Guarded]:
     """A gate over real bytes, armed for a product with a bias, and the candidate's own buffer."""
     monkeypatch.setattr(kernels, "GUARD_BYTES", 1 << 10)
     device = Memory()
-    made = Gate(device, MemoryKernel(device))  # type: ignore[arg-type]
+    made = Gate(device, MemoryKernel(device), request.param)  # type: ignore[arg-type]
     made.open(replace(GEMM, epilogue="bias_residual"), 7)
-    own = made.allocate(Pool(device), "workspace", 32)  # type: ignore[arg-type]
+    own = made.allocate(Pool(made.memory), "workspace", 32)
     made.load("random")
     made.arm([own])
     return made, device, own
@@ -110,6 +113,45 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, Memory, Guarded]:
 def test_an_untouched_memory_passes(guarded: tuple[Gate, Memory, Guarded]) -> None:
     made, _, own = guarded
     assert made.examine([own]).status is Status.OK
+
+
+@pytest.mark.parametrize("guarded", [1 << 16], indirect=True, ids=["arena"])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_word_written_behind_all_buffers_is_seen(
+    guarded: tuple[Gate, Memory, Guarded], place: str
+) -> None:
+    made, device, own = guarded
+    address, size = made.memory.rest()
+    device.write(address + (0 if place == "first" else size - 2), b"\0\0")
+    verdict = made.examine([own])
+    assert verdict.status is Status.OUT_OF_BOUNDS
+    assert verdict.log == "random inputs: 2 bytes beside 'all buffers' were written"
+    made.arm([own])
+    assert made.examine([own]).status is Status.OK, "nor is the next one blamed for it"
+
+
+class TestArena:
+    def test_freed_memory_is_poisoned_and_used_again(self) -> None:
+        device = Memory()
+        arena = Arena(device, 1 << 10)  # type: ignore[arg-type]
+        first, second, third = (arena.allocate(200) for _ in range(3))
+        assert (second - first, third - second, arena.rest()) == (256, 256, (third + 256, 256))
+        device.write(second, bytes(256))
+        arena.free(second)
+        assert arena.rest() == (third + 256, 256), "a block behind it is in use"
+        arena.free(third)
+        assert arena.rest() == (second, 768)
+        assert set(device.at(second, 768).cast("H")) == {POISON}
+        assert arena.allocate(1) == second and len(device.live) == 1
+
+    def test_what_does_not_fit_is_allocated_alone(self) -> None:
+        device = Memory()
+        arena = Arena(device, 1 << 10)  # type: ignore[arg-type]
+        arena.allocate(800)
+        alone = arena.allocate(400)
+        assert alone in device.live
+        arena.free(alone)
+        assert alone not in device.live
 
 
 @pytest.mark.parametrize("report_bytes", [kernels.REPORT_BYTES, 192])

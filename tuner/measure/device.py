@@ -12,7 +12,7 @@ import importlib
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from tuner.base.install import install_command
 from tuner.errors import BenchmarkError
@@ -407,15 +407,23 @@ class Device:
         return CapturedGraph(call("cuStreamEndCapture", self.stream), self.stream)
 
 
+class Memory(Protocol):
+    """What memory is allocated from: a device, or a part of its memory."""
+
+    def allocate(self, size: int) -> int: ...
+
+    def free(self, pointer: int) -> None: ...
+
+
 class Pool:
     """Device allocations that are freed together."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._pointers: list[int] = []
 
     def allocate(self, size: int) -> int:
-        pointer = self._device.allocate(size)
+        pointer = self._memory.allocate(size)
         self._pointers.append(pointer)
         return pointer
 
@@ -424,7 +432,7 @@ class Pool:
         while self._pointers:
             pointer = self._pointers.pop()
             try:
-                self._device.free(pointer)
+                self._memory.free(pointer)
             except BenchmarkError:
                 self._pointers.clear()
 

@@ -186,7 +186,7 @@ class Worker:
             return self._measure_together(job, self._gate)
         with _Rotation(self, job, self._gate) as rotation:
             for candidate in job.candidates:
-                with Pool(self._device) as pool:
+                with Pool(self._gate.memory) as pool:
                     work = partial(self._one, job, rotation, pool, candidate)
                     with ranges.named(f"{job.mode}: {_name(candidate)}"):
                         if not self._guarded(candidate.index, work):
@@ -373,7 +373,7 @@ class Worker:
         ready: list[_Prepared] = []
         stopwatch = Stopwatch(self._device, job.regime)
         with (
-            Pool(self._device) as pool,
+            Pool(gate.memory) as pool,
             _Rotation(self, job, gate) as rotation,
             ExitStack() as closing,
         ):

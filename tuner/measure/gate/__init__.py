@@ -34,8 +34,10 @@ from tuner.measure.gate.inputs import (
     query_deviation,
 )
 from tuner.measure.gate.kernels import (
+    ARENA_BYTES,
     POISON,
     Answer,
+    Arena,
     Buffers,
     Guarded,
     Kernels,
@@ -60,6 +62,10 @@ REFERENCE = KernelSpec(
     arguments={command.name.lower(): COMMANDS[command] for command in Command},
 )
 """Spec of the kernels that compute references. They are compiled like a candidate's."""
+
+
+_REST = "all buffers"
+"""Name of memory that no buffer has, in a verdict."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +119,11 @@ class Gate:
     Args:
         device: device to run on.
         kernel: loaded kernel of `REFERENCE`.
+        arena: bytes of memory that is allocated once, for short problems.
     """
 
-    def __init__(self, device: Device, kernel: LoadedKernel) -> None:
-        self._device, self._kernels = device, Kernels(device, kernel)
+    def __init__(self, device: Device, kernel: LoadedKernel, arena: int = ARENA_BYTES) -> None:
+        self._device, self._kernels = device, Kernels(device, kernel, arena)
         self._buffers: Buffers | None = None
         self._known: dict[bool, _Known] = {}
         """References by whether they are sampled."""
@@ -153,7 +160,7 @@ class Gate:
         buffers, strides = self._buffers, strides or {}
         if buffers is None or (buffers.problem, buffers.strides) != (problem, strides):
             self.close()
-            self._buffers = buffers = Buffers(self._device, problem, strides)
+            self._buffers = buffers = Buffers(self._kernels.memory, problem, strides)
         self._is_sampled = is_sampled = is_sampled and sampling.is_sampled(problem)
         earlier = self._known.get(is_sampled)
         if earlier is None or earlier.seed != seed:
@@ -174,6 +181,11 @@ class Gate:
         for is_sampled in flags:
             if cached := self._known.pop(is_sampled, None):
                 cached.references.close()
+
+    @property
+    def memory(self) -> Arena:
+        """Memory for a candidate's own buffers."""
+        return self._kernels.memory
 
     def allocate(self, pool: Pool, name: str, size: int) -> Guarded:
         """Allocate a buffer between guard bands from `pool`: 256-byte aligned, an even number of
@@ -217,6 +229,7 @@ class Gate:
             self._device.fill16(buffer.pointer, poison, buffer.bytes)
         for buffer in (*operands.values(), *extra):
             self._kernels.poison(buffer)
+        self._kernels.memory.poison_rest()
 
     def examine(self, extra: Sequence[Guarded] = (), lse: Guarded | None = None) -> Verdict:
         """Wait for the candidate and judge its output; arguments as of `watch`.
@@ -247,9 +260,13 @@ class Gate:
         fetch, probed = self._kernels.fetch, None
         if lse is not None and statistics is not None:
             probed = fetch(statistics, 4 * lse.bytes), fetch(lse.pointer, lse.bytes)
+        watched = (*buffers.operands.values(), *extra)
+        strayed = {buffer.name: self._kernels.strayed(buffer) for buffer in watched}
+        if (rest := self._kernels.memory.rest())[1]:
+            strayed[_REST] = self._kernels.changed(rest)
         return Examination(
             self._kind,
-            {b.name: self._kernels.strayed(b) for b in (*buffers.operands.values(), *extra)},
+            strayed,
             {operand.name: self._checksum(operand) for operand in buffers.inputs},
             self._comparisons(),
             probed,

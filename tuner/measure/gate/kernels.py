@@ -29,6 +29,8 @@ DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 """Element types by the template's numbers."""
 _RESULT_BYTES = 64
 _ALIGN = 256
+ARENA_BYTES = 192 << 20
+"""Bytes of the arena, enough for most trials of a proof."""
 REPORT_BYTES = 4 << 20
 """Bytes of results that wait on the device to be read together."""
 
@@ -60,6 +62,57 @@ def guarded(pool: Pool, sizes: Iterable[tuple[str, int]]) -> dict[str, Guarded]:
     return {one.name: replace(one, pointer=start + one.pointer) for one in buffers}
 
 
+class Arena:
+    """Device memory of one allocation, for buffers of short problems; others are allocated alone.
+
+    Allocating and freeing wait for a time slice of each other process of the GPU. Memory that no
+    buffer has holds the poison, up to the arena's end, so that it is one more guard band.
+
+    Args:
+        device: device of the memory.
+        size: its bytes, a multiple of 256; 0: each buffer is allocated alone.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device, self._size = device, size
+        self._start = self._used = 0
+        self._blocks: list[tuple[int, bool]] = []
+        """Where each block begins, and whether it is in use: in their order, the last in use."""
+
+    def allocate(self, size: int) -> int:
+        """Address of `size` bytes, 256-byte aligned."""
+        size = -(-size // _ALIGN) * _ALIGN
+        if self._used + size > self._size:
+            return self._device.allocate(size)
+        if not self._start:
+            self._start = self._device.allocate(self._size)
+            self.poison_rest()
+        begin = self._start + self._used
+        self._blocks.append((begin, True))
+        self._used += size
+        return begin
+
+    def free(self, pointer: int) -> None:
+        """Free what was allocated at `pointer`; poison it once nothing behind it is in use."""
+        if (pointer, True) not in self._blocks:
+            self._device.free(pointer)
+            return
+        self._blocks[self._blocks.index((pointer, True))] = (pointer, False)
+        end = self._used
+        while self._blocks and not self._blocks[-1][1]:
+            self._used = self._blocks.pop()[0] - self._start
+        self._device.fill16(self._start + self._used, POISON, end - self._used)
+
+    def rest(self) -> tuple[int, int]:
+        """Address and bytes of what no buffer has."""
+        return self._start + self._used, self._size - self._used if self._start else 0
+
+    def poison_rest(self) -> None:
+        """Poison what no buffer has."""
+        address, size = self.rest()
+        self._device.fill16(address, POISON, size)
+
+
 def _bands(buffer: Guarded) -> tuple[int, int]:
     """Addresses of the guard bands before and behind a buffer."""
     return buffer.pointer - GUARD_BYTES, buffer.pointer + buffer.bytes
@@ -86,10 +139,12 @@ class Kernels:
     Args:
         device: device to run on.
         kernel: loaded kernel of `REFERENCE`.
+        arena: bytes of the arena.
     """
 
-    def __init__(self, device: Device, kernel: LoadedKernel) -> None:
+    def __init__(self, device: Device, kernel: LoadedKernel, arena: int) -> None:
         self.device, self._kernel = device, kernel
+        self.memory = Arena(device, arena)
         self._report = device.allocate(REPORT_BYTES)
         device.fill8(self._report, 0, REPORT_BYTES)
         self._answers: dict[Answer, tuple[int, int]] = {}
@@ -135,10 +190,14 @@ class Kernels:
 
     def strayed(self, buffer: Guarded) -> Answer:
         """Count the 16-bit words in both guard bands of a buffer that do not hold the poison."""
+        return self.changed(*((band, GUARD_BYTES) for band in _bands(buffer)))
+
+    def changed(self, *places: tuple[int, int]) -> Answer:
+        """Count the 16-bit words that do not hold the poison, in places of some bytes each."""
         answer, at = self._place(_RESULT_BYTES)
-        for band in _bands(buffer):
-            tensors = {"data": band, "result": at}
-            self.run(Command.COUNT_CHANGED, tensors, {"bytes": GUARD_BYTES})
+        for address, size in places:
+            tensors = {"data": address, "result": at}
+            self.run(Command.COUNT_CHANGED, tensors, {"bytes": size})
         return answer
 
     def checksum(self, pointer: int, size: int) -> Answer:
@@ -216,14 +275,14 @@ class Buffers:
     """Operands of one problem on a device, each between guard bands.
 
     Args:
-        device: device they are allocated on.
+        memory: memory of the device.
         problem: problem whose operands they are.
         strides: strides of a GEMM's matrices that differ from the problem's.
     """
 
-    def __init__(self, device: Device, problem: Problem, strides: Strides) -> None:
+    def __init__(self, memory: Arena, problem: Problem, strides: Strides) -> None:
         self.problem, self.strides = problem, strides
-        self._pool = Pool(device)
+        self._pool = Pool(memory)
         self.operands = guarded(self._pool, ((one.name, one.bytes) for one in self._memory()))
         self.rows: dict[str, Guarded] = {}
         """Tensors that only the gate reads: keys and values of a paged cache as packed rows, which

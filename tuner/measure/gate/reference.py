@@ -57,7 +57,7 @@ class References:
 
     def __init__(self, kernels: Kernels, buffers: Buffers, sample: int | None = None) -> None:
         self._kernels, self._buffers, self._sample = kernels, buffers, sample
-        self._pool = Pool(kernels.device)
+        self._pool = Pool(kernels.memory)
         self._outputs: dict[str, dict[str, int]] = {}
         """Address of each output's fp32 reference."""
         self._kept: dict[str, tuple[int, int]] = {}
