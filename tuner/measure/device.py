@@ -408,7 +408,7 @@ class Device:
 
 
 class Memory(Protocol):
-    """What memory is allocated from: a device, or a part of its memory."""
+    """Source of allocations: a device, or a part of its memory."""
 
     def allocate(self, size: int) -> int: ...
 

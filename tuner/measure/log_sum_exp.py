@@ -98,19 +98,15 @@ def judge_lse(
         expected: the reference.
         lost: as of `lost_of`.
     """
-    worst, first, count = 0.0, -1, 0
-    parts = lost or [0.0] * len(expected)
-    for index, (value, reference, part) in enumerate(zip(computed, expected, parts, strict=True)):
-        if value == reference:
-            continue
-        away = abs(value - reference)
-        if away <= ABSOLUTE + part + RELATIVE * abs(reference) and math.isfinite(reference):
-            worst = max(worst, away)
-            continue
-        count += 1
-        first = index if first < 0 else first
-    if not count:
-        return Verdict(Status.OK, worst)
-    text = f"log-sum-exp: {count} of {len(expected)} rows are wrong, first row {first}: "
-    text += f"{computed[first]:.6g}, not {expected[first]:.6g}"
+    rows = zip(computed, expected, lost or [0.0] * len(expected), strict=True)
+    wrong = [
+        row
+        for row, (value, reference, part) in enumerate(rows)
+        if value != reference
+        and not abs(value - reference) <= ABSOLUTE + part + RELATIVE * abs(reference) < math.inf
+    ]
+    if not wrong:
+        return Verdict(Status.OK)
+    text = f"log-sum-exp: {len(wrong)} of {len(expected)} rows are wrong, first row {wrong[0]}: "
+    text += f"{computed[wrong[0]]:.6g}, not {expected[wrong[0]]:.6g}"
     return Verdict(Status.WRONG_RESULT, None, text)

@@ -29,7 +29,7 @@ DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 """Element types by the template's numbers."""
 _RESULT_BYTES = 64
 _ALIGN = 256
-ARENA_BYTES = 192 << 20
+ARENA_BYTES = 96 << 20
 """Bytes of the arena, enough for most trials of a proof."""
 REPORT_BYTES = 4 << 20
 """Bytes of results that wait on the device to be read together."""
