@@ -326,7 +326,8 @@ class Vllm:
 
         with counted_replays() as graphs:
             whole = median_s(count, WHOLES, seconds)
-            figures = figures_of(graphs)
+            # Prompts of several steps end at several: a replay then has the lengths of the last.
+            figures = figures_of(graphs) if count * load.prompt <= STEP_TOKENS else {}
         return {
             "first_token_ms": first * 1e3,
             "token_ms": (whole - first) / max(1, load.new - 1) * 1e3,
