@@ -77,7 +77,9 @@ def decoding_factor(problem: Problem, config: Config) -> float:
     fewest = next(heads for heads in (8, 16, 32, group) if heads >= group)
     if config.get("pads_heads") and height == 128:
         low, tall = math.ceil(queries / max(1, 64 // fewest)), math.ceil(queries / (128 // held))
-        return tiles * (1.5 if tall >= low else 1.25 if is_short else 1.0)
+        return tiles * (
+            1.5 if tall >= low else (1.1 if problem.head_dim > 128 else 1.25) if is_short else 1.0
+        )
     return tiles
 
 

@@ -37,7 +37,7 @@ MEANINGS: Mapping[str, str] = {
     "layout": "Order of the tensors' axes that the vendor's kernel is given.",
     "lead": "Elements of K that are fetched into the L2 before the preceding kernel ends.",
     "leaves_cluster": "Keys of one block alone are not shared by its cluster, whose others leave.",
-    "own_first": "A tile's first part of the keys is its own block's.",
+    "own_first": "A block has the tile of its place where no keys are shared.",
     "longest_first": "Blocks take a sequence's longest tiles of all heads first.",
     "max_swizzle_size": "Tiles of neighbouring rows or columns that run one after the other.",
     "num_stages": "Depth of Triton's software pipeline.",

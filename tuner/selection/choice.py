@@ -27,6 +27,8 @@ _FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
 _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
 #: Time of a persistent kernel over that of others at decoding of up to so many queries over pages.
 PERSISTENT_AT_DECODING, MAX_DECODED = 3.2, 8
+#: Parameters of the heads in a tile.
+HEADS = "packed_heads", "pads_heads"
 #: Heads that the kernels of one group pad to.
 PADDED_HEADS = 8, 16, 32
 #: Time of tiles of 128 rows over that of the lowest, where these are no more: up to 1.5 (an H200,
@@ -37,7 +39,7 @@ HALF_EMPTY, LOWEST_ROWS = 1.5, 64
 #: 2026).
 PERSISTENT_US = 3.5
 #: The same for at most so many keys, which take less than what begins and ends a tile: 1.1 to 1.7.
-SHORT_TALL, MAX_SHORT_KEYS = 1.25, 1024
+SHORT_TALL, MAX_SHORT_KEYS = (1.25, 1.1), 1024
 #: Time of a chunk's kernel with as many whole queries as a tile's rows hold, over what the rates
 #: say, beside kernels of single heads: 0.55 to 1.2, 0.74 in the geometric mean of 10 drawn batches
 #: (an H200, 29 November 2026).
@@ -255,7 +257,8 @@ def _decoding_pages(
         if config.get("pads_heads") and config["warp_groups"] > 1:
             held = family(config.family).tile_rows(config) // int(config["packed_heads"])
             is_half = -(-problem.seqlen_q // held) >= lowest
-            slower = HALF_EMPTY if is_half else SHORT_TALL if is_short else 1.0
+            short = SHORT_TALL[problem.head_dim > 128]
+            slower = HALF_EMPTY if is_half else short if is_short else 1.0
         return page_readings(problem, config) * slower
 
     candidates = times.models.candidates
@@ -271,13 +274,13 @@ def _decoding_pages(
         return found
     is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS
     base = min(found)
-    form = _form(candidates[base[2]].config)
+    form = _form(candidates[base[2]].config, problem.seqlen_q)
     is_counted = problem.batch * problem.heads_kv <= MAX_COUNTED_TILES
     for place in streaming:
         config = candidates[place].config
         if config["persistent"] and is_long:
             found.append((base[0] * STREAMED, base[1] * STREAMED, place, 1))
-        elif is_counted and not config["persistent"] and _form(config) == form:
+        elif is_counted and not config["persistent"] and _form(config, problem.seqlen_q) == form:
             found.append((base[0] * COUNTED, base[1] * COUNTED, place, 1))
     return found
 
@@ -307,9 +310,12 @@ def _prompts_over_pages(
     return found
 
 
-def _form(config: Config) -> Hashable:
-    """Parameters of a kernel but for those of how blocks share and copy keys."""
+def _form(config: Config, queries: int) -> Hashable:
+    """Parameters of a kernel but for those of how blocks share and copy keys; of one query also but
+    for those of the heads in a tile.
+    """
     others = "stream_k", "splits", "combine", "box_rows", "whole_rows", "copy_warps"
+    others += "own_first", "leaves_cluster", *(HEADS if queries == 1 else ())
     return frozenset((name, v) for name, v in config.params.items() if name not in others)
 
 

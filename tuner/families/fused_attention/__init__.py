@@ -333,7 +333,7 @@ class FusedAttention(Family):
         return {"splits": splits, **combined, "pdl": False}
 
     def paged_us(self, config: Config, batch: PagedBatch) -> float | None:
-        if config["persistent"] or config["warp_groups"] > 1 or "stream_k" in config.params:
+        if config["persistent"] or "stream_k" in config.params:
             return None
         return paged_schedule.best_us(paged_schedule.decoding(config, batch))
 

@@ -192,8 +192,9 @@ def _paging(problem: AttentionProblem, config: Config) -> list[str]:
         reasons.append("stream_k is for splits=1 and one or two warp groups, only")
     if "own_first" in config.params and ("stream_k" not in config.params or config["persistent"]):
         reasons.append("own_first is for stream_k of blocks that do not persist, only")
-    if "leaves_cluster" in config.params and (config["persistent"] or "stream_k" in config.params):
-        reasons.append("leaves_cluster is for blocks of clusters, only")
+    is_alone = config["persistent"] or "stream_k" in config.params or problem.dtype == E4M3
+    if "leaves_cluster" in config.params and is_alone:
+        reasons.append("leaves_cluster is for clusters in fp16 and bf16, only")
     if "longest_first" in config.params and not (
         config["persistent"] and problem.is_causal and "stream_k" not in config.params
     ):

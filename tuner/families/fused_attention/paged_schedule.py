@@ -58,6 +58,13 @@ _ASSUMED_KEYS = 4096
 #: Last, the keys at most that this holds for: at D = 128 a kernel took 13 % less at 32768 keys.
 _CLUSTERED = {64: (8, 16, 32768), 128: (8, 16, 8192)}
 _MIN_CLUSTERED = 12
+#: Longest keys of a captured graph whose clusters have eight blocks: 10 % less at 64 keys, in one
+#: for 4096 (an H200, 29 November 2026).
+_SMALL_CLUSTERS = {64: 8192, 128: 4096}
+#: Tiles and splits of a graph whose keys clusters share, of kernels that leave them (blocks): 2 to
+#: 10 % less than by a kernel that combines (4 sequences of 128 to 4096 keys, an H200, 29 November
+#: 2026).
+_SHARED_TILES, _SHARED_SPLITS, _SHARED_BLOCKS = 32, 4, 6
 
 
 class ScheduleRates(NamedTuple):
@@ -120,6 +127,8 @@ class Decoding(NamedTuple):
     """Mean keys of a sequence; 0: not known."""
     bytes_per_key: int
     """Bytes of a position's keys and values over all sequences."""
+    leaves_cluster: bool = False
+    """Blocks of a cluster leave keys that one of them takes alone."""
     has_clusters: bool = True
     """Blocks of a cluster may share a tile's keys. Those of padded heads also store rows that are
     none: their clusters were never faster by more than a kernel that combines (an H200).
@@ -179,6 +188,7 @@ def decoding(config: Config, batch: PagedBatch) -> Decoding:
         longest=coarse(batch.longest),
         mean=coarse(batch.mean),
         bytes_per_key=2 * batch.batch * batch.heads_kv * batch.head_dim * batch.element_bytes,
+        leaves_cluster=bool(config.get("leaves_cluster")),
         has_clusters=config["warp_groups"] == 1 and not config.get("pads_heads"),
     )
 
@@ -186,8 +196,8 @@ def decoding(config: Config, batch: PagedBatch) -> Decoding:
 @lru_cache(maxsize=4096)
 def best(batch: Decoding) -> tuple[int, Combine]:
     """Number of splits of the least expected time, and the way in which they are combined."""
-    most = batch.longest // batch.tile_n
-    if not batch.mean:
+    most, is_open = batch.longest // batch.tile_n, not batch.mean
+    if is_open:
         batch = batch._replace(mean=-(-batch.longest // _ASSUMED_RATIO))
         idle = batch.places // (batch.blocks_per_sm * batch.tiles)
         most = min(most, max(batch.longest // _ASSUMED_KEYS, idle))
@@ -200,7 +210,11 @@ def best(batch: Decoding) -> tuple[int, Combine]:
     tiles, blocks, keys = _CLUSTERED.get(batch.instance, (0, 0, 0))
     is_clustered = combine == "kernel" and batch.has_clusters and splits >= _MIN_CLUSTERED
     if is_clustered and batch.tiles <= tiles and batch.longest <= keys:
-        return blocks, "cluster"
+        is_small = is_open and batch.longest <= _SMALL_CLUSTERS[batch.instance]
+        return 8 if is_small else blocks, "cluster"
+    is_shared = is_open and combine == "kernel" and splits >= _SHARED_SPLITS
+    if is_shared and batch.leaves_cluster and batch.tiles <= _SHARED_TILES:
+        return _SHARED_BLOCKS, "cluster"
     return splits, combine
 
 
