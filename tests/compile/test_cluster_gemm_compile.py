@@ -23,7 +23,7 @@ DIVIDED = config((64, 64), split_k=2)
 SPECS = [spec_of(DIVIDED)]
 #: Compiled and emulated in every run; the others with ``scripts/test --long``.
 USUAL = {"widest", "two blocks", "narrowest"}
-USUAL |= {"swapped, divided", "a stage is left while it is read"}
+USUAL |= {"swapped, divided", "parts in turn", "a stage is left while it is read"}
 DEVICE_SPECS = [spec_of(*case) for name, case in COMPILED.items() if name in USUAL]
 
 
@@ -72,6 +72,7 @@ CASES = {
     "swapped, two groups": config((128, 80), 2, swap_ab=True),
     "divided": config((64, 32), 3, split_k=2),
     "swapped, divided": config((128, 48), 4, swap_ab=True, split_k=4),
+    "parts in turn": config((128, 64), 3, serial_parts=8),
 }
 MUTANTS = {
     "a stage is free before it was read": (

@@ -55,6 +55,7 @@ COMPILED = {
     "two parts": (config((256, 128)), "", "bfloat16"),
     "narrowest": (config((64, 16), swap_ab=True, split_k=8, elected=True), "", "bfloat16"),
     "columns": (config((64, 96), split_k=4), "bias_silu", "float16"),
+    "parts in turn": (config((128, 192), serial_parts=8), "bias", "bfloat16"),
     "few rows, long K": (config((128, 64), swap_ab=True, split_k=4), "bias", "bfloat16"),
 }
 SIZES = ((1, 8, 520), (70, 264, 1032), (128, 2112, 4096), (256, 520, 8192), (1300, 72, 2880))

@@ -7,6 +7,7 @@ import pytest
 from tuner.config import Config
 from tuner.families.base import group_by_kernels
 from tuner.families.cluster_gemm import (
+    KERNELS,
     MAX_STAGES,
     ClusterGemm,
     deepened,
@@ -14,6 +15,7 @@ from tuner.families.cluster_gemm import (
     smem_bytes,
     tiles,
 )
+from tuner.families.invariance import ReductionClass
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem
 
@@ -60,6 +62,8 @@ def test_what_is_not_served_says_why(text: str, reason: str) -> None:
         ({"stages": 24}, "bytes of shared memory at 24 stages"),
         ({"stages": 6, "blocks_per_sm": 2}, "bytes of shared memory at 6 stages"),
         ({"tile_m": 128, "tile_n": 192, "stages": 2}, "no room for 128x192 fp32 sums"),
+        ({"serial_parts": 8}, "serial_parts goes without split_k"),
+        ({"serial_parts": 8, "split_k": 1, "tile_m": 128, "tile_n": 256}, "256 registers a thread"),
     ],
 )
 def test_a_config_that_the_template_refuses(params: dict[str, object], reason: str) -> None:
@@ -68,9 +72,21 @@ def test_a_config_that_the_template_refuses(params: dict[str, object], reason: s
     assert any(reason in one for one in reasons), reasons
 
 
-def test_k_has_a_block_for_each_part() -> None:
+@pytest.mark.parametrize("parts", [{"split_k": 2}, {"split_k": 1, "serial_parts": 8}])
+def test_k_has_a_block_for_each_part(parts: dict[str, object]) -> None:
     short = GemmProblem(128, 4096, 64, dtype="bfloat16")
-    assert any("more parts" in one for one in FAMILY.violations(short, BASE, DEFAULT_GPU))
+    reasons = FAMILY.violations(short, changed(**parts), DEFAULT_GPU)
+    assert any("more parts" in one for one in reasons)
+
+
+def test_kernels_of_eight_parts_serve_many_rows_and_no_search_considers_them() -> None:
+    many = GemmProblem(20000, 1024, 8192, dtype="bfloat16")
+    assert FAMILY.supports(many, DEFAULT_GPU) and not FAMILY.space(many, DEFAULT_GPU)
+    serving = [one for one in KERNELS if not FAMILY.violations(many, one, DEFAULT_GPU)]
+    assert serving == [one for one in KERNELS if not one["swap_ab"]]
+    classes = {FAMILY.reduction_class(many, one) for one in KERNELS}
+    assert classes == {ReductionClass(16, splits=8, step=64, merge="cluster")}
+    assert FAMILY.violations(many, changed(split_k=4, swap_ab=False), DEFAULT_GPU)
 
 
 @pytest.mark.parametrize("m", [17, 64, 96, 200, 256])

@@ -90,6 +90,12 @@ def test_products_of_few_tiles_have_a_kernel_of_the_mode_alone() -> None:
         }  # type: ignore[union-attr]
 
 
+def test_narrow_layers_of_long_sums_divide_them_for_any_number_of_rows() -> None:
+    few, many = (chosen(replace(LAYERS["few columns"], m=m)) for m in (1, 8192))
+    assert few[1] == many[1] == ReductionClass(16, splits=8, step=64, merge="cluster")
+    assert (few[0]["split_k"], many[0]["split_k"], many[0]["serial_parts"]) == (8, 1, 8)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads_kv", [8, 32])
 def test_prompts_and_decoding_have_kernels_of_one_class(head_dim: int, heads_kv: int) -> None:

@@ -266,9 +266,13 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
 
         The only legality predicate: pure, total (never raises) and complete (lists every reason).
         """
-        reasons = [reason] if (reason := self.supports(problem, gpu)) else []
+        reasons = [reason] if (reason := self.supports_config(problem, config, gpu)) else []
         reasons += self.malformed(config)
         return reasons or self.conflicts(problem, config, gpu)
+
+    def supports_config(self, problem: Problem, config: Config, gpu: Gpu) -> str:
+        """Reason of `supports`; overridden where kernels serve more than a search considers."""
+        return self.supports(problem, gpu)
 
     @final
     def malformed(self, config: Config) -> list[str]:

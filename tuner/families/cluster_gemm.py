@@ -9,8 +9,9 @@ there is neither a workspace nor a second kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
-from math import ceil
+from math import ceil, prod
 from typing import Any, ClassVar
 
 from tuner.config import Config, Value
@@ -42,7 +43,7 @@ from tuner.hardware import (
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, GemmProblem, Problem
+from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, DType, GemmProblem, Problem
 
 KERNEL = "cluster_gemm"
 """Name of the one kernel."""
@@ -86,13 +87,14 @@ class ClusterGemm(StridedProduct):
         "tile_n": (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
         "stages": range(MIN_STAGES, MAX_STAGES + 1),
         "split_k": SPLITS,
+        "serial_parts": (8,),
         "blocks_per_sm": (1, 2),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
         "elected": (True,),
     }
-    optional = frozenset({"elected"})
+    optional = frozenset({"elected", "serial_parts"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -113,9 +115,21 @@ class ClusterGemm(StridedProduct):
             return f"N={problem.n} and K={problem.k} are not multiples of 8 (TMA)"
         return ""
 
+    def supports_config(self, problem: Problem, config: Config, gpu: Gpu) -> str:
+        """Kernels of eight parts of K take any number of rows, for the batch-invariant mode."""
+        is_of_mode = _parts(config) == MAX_SPLITS and not config.get("swap_ab")
+        if is_of_mode and isinstance(problem, GemmProblem):
+            problem = replace(problem, m=min(problem.m, FEW))
+        return self.supports(problem, gpu)
+
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        splitting = split_violations(as_gemm(problem, ClusterGemm.name), config, BLOCK_K)
-        return _tile_violations(config) + splitting
+        gemm, parts = as_gemm(problem, ClusterGemm.name), config.get("serial_parts", 1)
+        reasons = _tile_violations(config) + split_violations(gemm, config, BLOCK_K)
+        if parts > 1 and config["split_k"] > 1:
+            reasons.append("serial_parts goes without split_k")
+        if parts > ceil(gemm.k / BLOCK_K):
+            reasons.append(f"serial_parts={parts} has more parts than K={gemm.k} has blocks")
+        return reasons
 
     def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for config in _compiled(problem, gpu):
@@ -196,7 +210,8 @@ class ClusterGemm(StridedProduct):
 
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
         """Undivided sums are those of `gemm`."""
-        gemm, splits = as_gemm(problem, ClusterGemm.name), int(config["split_k"])
+        gemm = as_gemm(problem, ClusterGemm.name)
+        splits = _parts(config)
         has_own = gemm.activation not in ("", "relu")
         return ReductionClass(
             depth=WGMMA_K_BYTES // DTYPE_BYTES[gemm.dtype],
@@ -205,6 +220,18 @@ class ClusterGemm(StridedProduct):
             merge="cluster" if splits > 1 else "",
             epilogue=f"{self.name} {gemm.epilogue}" if has_own else "",
         )
+
+    def invariant_kernels(self, problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+        if not isinstance(problem, GemmProblem) or problem.n > NARROW or problem.k < LONG:
+            return
+        if replace(SMALL, m=problem.m, n=problem.n, k=problem.k) == problem:
+            for config, (at_once, end_us, us) in KERNELS.items():
+                rounds = ceil(prod(tiles(problem, config)) / at_once)
+                yield rounds * (end_us + us * problem.k / 1024), config
+
+    def invariant_builds(self, dtype: DType) -> Iterator[tuple[Config, Problem]]:
+        if dtype == SMALL.dtype:
+            yield from ((config, SMALL) for config in KERNELS)
 
     def legality_facts(self, problem: Problem) -> Hashable:
         one = as_gemm(problem, ClusterGemm.name)
@@ -238,9 +265,45 @@ def deepened(config: Config) -> Config:
     return Config(config.family, {**config.params, "stages": stages})
 
 
+def _parts(config: Config) -> int:
+    """Parts of K, whether a cluster's blocks or one block adds them."""
+    return int(config.get("serial_parts", config.get("split_k", 1)))
+
+
+def _of_mode(tile_m: int, tile_n: int, resident: int = 1, *, is_serial: bool = False) -> Config:
+    """A kernel whose cluster, or whose block, adds eight parts of K."""
+    params: dict[str, Value] = {
+        **{"swap_ab": False, "tile_m": tile_m, "tile_n": tile_n, "stages": MIN_STAGES},
+        **{"split_k": 1 if is_serial else MAX_SPLITS, "blocks_per_sm": resident},
+        **{"raster_order": "AlongM", "max_swizzle_size": 8 if is_serial else 1, "pdl": True},
+        **({"serial_parts": MAX_SPLITS} if is_serial else {}),
+    }
+    return deepened(Config(ClusterGemm.name, params))
+
+
+KERNELS: Mapping[Config, tuple[int, float, float]] = {
+    _of_mode(64, 64, 2): (16, 4.0, 0.95),
+    _of_mode(128, 128): (14, 3.3, 1.15),
+    _of_mode(128, 256): (14, 4.3, 1.9),
+    _of_mode(64, 64, 2, is_serial=True): (132, 1.0, 3.0),
+    _of_mode(128, 128, is_serial=True): (132, 1.5, 5.5),
+}
+"""Kernels of the batch-invariant mode alone, for narrow layers of long sums. Few rows have clusters
+that divide K. Many have blocks that add the same parts one after another.
+
+With tiles at once, and microseconds of their ends and of 1024 of K: near to 26 times of an H200 (29
+November 2026). Fewer clusters than its multiprocessors hold run at once.
+"""
+NARROW, LONG = 2048, 4096
+"""Most columns and least K of such layers: others' whole sums are expected to be as fast."""
+SMALL = GemmProblem(FEW, 1024, 1024, dtype="bfloat16")
+"""A product of their calls."""
+
+
 def _tile_violations(config: Config) -> list[str]:
     tile_m, resident = int(config["tile_m"]), int(config["blocks_per_sm"])
     sums = max(1, tile_m // (2 * INSTRUCTION_ROWS)) * int(config["tile_n"]) // 2
+    sums *= 2 if "serial_parts" in config.params else 1
     most = MAX_SUMS if resident == 1 else MAX_SUMS // 3
     reasons = stored_violations(config, sums, most, smem_bytes(config))
     if resident > 1 and tile_m > INSTRUCTION_ROWS:

@@ -170,7 +170,7 @@ def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator
     for candidate, is_own in pool.candidates:
         family = candidate.family
         assert family is not None
-        config = family.called(problem, candidate.config, 1)
+        config = family.served(problem, family.called(problem, candidate.config, 1))
         reduction = family.reduction_class(problem, config)
         if reduction is None or config in yielded or not family.accepts(problem, config, gpu):
             continue
@@ -197,7 +197,8 @@ def _further(problem: Problem, gpu: Gpu) -> Iterator[Expected]:
     for family in families().values():
         if family.op != problem.op:
             continue
-        for us, config in family.invariant_kernels(problem, gpu):
+        for us, kernel in family.invariant_kernels(problem, gpu):
+            config = family.served(problem, kernel)
             specs = family.kernels(problem, config).values()
             is_shipped = _further_keys(family).issuperset(spec.key for spec in specs)
             if is_shipped and family.accepts(problem, config, gpu):

@@ -466,7 +466,7 @@ class FusedAttention(Family):
 
     def served(self, problem: Problem, config: Config) -> Config:
         attention = as_attention(problem)
-        has_two_kernels = int(config["splits"]) > 1 and config.get("combine") != "cluster"
+        has_two_kernels = config.get("combine") == "kernel"
         if has_two_kernels or attention.is_paged or attention.block_mask:
             return config
         return Config(self.name, {**config.params, "pdl": False})

@@ -66,7 +66,7 @@ class ProductDraw(Draw):
     def _holds(self, m: int) -> bool:
         """True if this kernel serves and supports so many rows."""
         problem = replace(self._usual, m=m)
-        if self._family.supports(problem, self._gpu):
+        if self._family.supports_config(problem, self._target.config, self._gpu):
             return False
         return self._family.kernels(problem, self._target.config) == self._target.kernels
 
