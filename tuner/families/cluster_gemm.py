@@ -342,6 +342,6 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[Config]:
             continue
         params: dict[str, Value] = {
             **{"swap_ab": swapped, "tile_m": tile_m, "tile_n": tile_n, "stages": MIN_STAGES},
-            **{"split_k": splits, "blocks_per_sm": resident},
+            **{"split_k": splits, "blocks_per_sm": resident, "elected": True},
         }
         yield deepened(Config(ClusterGemm.name, params))

@@ -381,7 +381,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[Config]:
                 params: dict[str, Value] = {
                     **{"swap_ab": swapped, "tile_m": tile_m, "tile_n": tile_n},
                     **{"stages": MIN_STAGES, "cluster_m": cluster_m, "cluster_n": cluster_n},
-                    **{"split_k": splits, "store_buffers": store_buffers},
+                    **{"split_k": splits, "store_buffers": store_buffers, "elected": True},
                     **loop,
                     **merge,
                     **(loads if loop.keys() & {"tma_factors", "ahead"} else {}),
