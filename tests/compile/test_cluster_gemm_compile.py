@@ -68,7 +68,7 @@ CASES = {
     "plain": config((64, 64), 2),
     "two groups": config((128, 32), 3),
     "two parts": config((256, 48), 2),
-    "swapped": config((64, 24), 3, swap_ab=True, elected=True),
+    "swapped": config((64, 24), 3, swap_ab=True),
     "swapped, two groups": config((128, 80), 2, swap_ab=True),
     "divided": config((64, 32), 3, split_k=2),
     "swapped, divided": config((128, 48), 4, swap_ab=True, split_k=4),

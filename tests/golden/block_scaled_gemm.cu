@@ -34,8 +34,6 @@ constexpr int kFullArrivals = 1 + kWarp;
 // ... as in the templates
   __device__ __forceinline__ uint32_t boxes(int warp) const { return base + kFirstBox + warp * kStoreBuffers * kBoxBytes; }
 // ... as in the templates
-  const bool is_first = threadIdx.x % kWarp == 0;
-// ... as in the templates
       else copy_box(p.x, x, block * kBlock, tile.x, full);
       if constexpr (kClusterX > 1) copy_box_to(p.y, y, block * kBlock, tile.y + share_y, full, kAll);
       else copy_box(p.y, y, block * kBlock, tile.y, full);

@@ -18,14 +18,12 @@ def config(
     swap_ab: bool = False,
     split_k: int = 1,
     blocks_per_sm: int = 1,
-    **further: Value,
 ) -> Config:
     """A config; with as many stages as fit where their number is 0."""
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": max(stages, 2)},
         **{"split_k": split_k, "blocks_per_sm": blocks_per_sm},
         **{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True},
-        **further,
     }
     made = Config(FAMILY.name, params)
     return made if stages else deepened(made)
@@ -53,7 +51,7 @@ COMPILED = {
     "widest": (config((128, 256), swap_ab=True, split_k=2), "bias_gelu", "float16"),
     "two blocks": (config((64, 128), blocks_per_sm=2, split_k=2), "bias_gelu_tanh", "bfloat16"),
     "two parts": (config((256, 128)), "", "bfloat16"),
-    "narrowest": (config((64, 16), swap_ab=True, split_k=8, elected=True), "", "bfloat16"),
+    "narrowest": (config((64, 16), swap_ab=True, split_k=8), "", "bfloat16"),
     "columns": (config((64, 96), split_k=4), "bias_silu", "float16"),
     "parts in turn": (config((128, 192), serial_parts=8), "bias", "bfloat16"),
     "few rows, long K": (config((128, 64), swap_ab=True, split_k=4), "bias", "bfloat16"),

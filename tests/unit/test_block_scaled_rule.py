@@ -64,7 +64,7 @@ def test_many_rows_have_kernels_in_the_order_of_few() -> None:
     scaled = families()["block_scaled_gemm"]
     (of_few,) = {scaled.reduction_class(problem(8192), config) for config in serial.KERNELS}
     for rows, is_serial in ((1, False), (8192, True)):
-        one = problem(rows, 4096, 7168)
+        one = problem(rows, 2560, 16384)
         usual, mode = block_scaled.select(one, DEFAULT_GPU), select(one, DEFAULT_GPU, None)
         assert usual is not None and mode is not None
         assert not any(config in serial.KERNELS for _, config in usual.own())

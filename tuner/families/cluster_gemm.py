@@ -92,9 +92,8 @@ class ClusterGemm(StridedProduct):
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
-        "elected": (True,),
     }
-    optional = frozenset({"elected", "serial_parts"})
+    optional = frozenset({"serial_parts"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -342,6 +341,6 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[Config]:
             continue
         params: dict[str, Value] = {
             **{"swap_ab": swapped, "tile_m": tile_m, "tile_n": tile_n, "stages": MIN_STAGES},
-            **{"split_k": splits, "blocks_per_sm": resident, "elected": True},
+            **{"split_k": splits, "blocks_per_sm": resident},
         }
         yield deepened(Config(ClusterGemm.name, params))

@@ -114,9 +114,8 @@ class Gemv(StridedProduct):
         "lead": (0, 512, 1024, 2048, 4096),
         "row_loads": (2, 4, 8),
         "whole_copies": (True,),
-        "elected": (True,),
     }
-    optional = frozenset({"row_loads", "whole_copies", "elected"})
+    optional = frozenset({"row_loads", "whole_copies"})
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)

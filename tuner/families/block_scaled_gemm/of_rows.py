@@ -45,6 +45,8 @@ def _kernel(
     }
     if ahead:
         params["ahead"] = True
+    if ahead and split_k == 1:
+        params["elected"] = True
     if tile[0] == INSTRUCTION_ROWS:
         params["uniform_branch"] = True
     if split_k > 1:
@@ -53,20 +55,20 @@ def _kernel(
 
 
 KERNELS: Mapping[Config, Rates] = {
-    _kernel((64, 16), swap_ab=True): Rates(221, 961),
-    _kernel((64, 32), swap_ab=True): Rates(194, 2444),
-    _kernel((128, 16), swap_ab=True): Rates(228, 1741),
-    _kernel((64, 16), swap_ab=True, split_k=2): Rates(304, 1623),
-    _kernel((64, 16), swap_ab=True, split_k=4): Rates(255, 2080),
-    _kernel((64, 16)): Rates(202, 735),
-    _kernel((64, 64), store_buffers=1): Rates(256, 1512),
-    _kernel((64, 96), store_buffers=2, band=1): Rates(300, 2294),
-    _kernel((64, 128), store_buffers=2, band=1): Rates(327, 3947),
-    _kernel((64, 64), split_k=2): Rates(240, 4233),
-    _kernel((128, 64), store_buffers=1): Rates(330, 2214),
-    _kernel((128, 96), store_buffers=2, band=2): Rates(373, 4043),
-    _kernel((128, 160), store_buffers=3, unroll=4, ahead=False, band=2): Rates(712, 4593),
-    _kernel((128, 128), split_k=2): Rates(446, 11836),
+    _kernel((64, 16), swap_ab=True): Rates(163, 900),
+    _kernel((64, 32), swap_ab=True): Rates(133, 1763),
+    _kernel((128, 16), swap_ab=True): Rates(203, 1553),
+    _kernel((64, 16), swap_ab=True, split_k=2): Rates(304, 1546),
+    _kernel((64, 16), swap_ab=True, split_k=4): Rates(258, 2044),
+    _kernel((64, 16)): Rates(130, 848),
+    _kernel((64, 64), store_buffers=1): Rates(222, 1335),
+    _kernel((64, 96), store_buffers=2, band=1): Rates(245, 2129),
+    _kernel((64, 128), store_buffers=2, band=1): Rates(280, 3794),
+    _kernel((64, 64), split_k=2): Rates(277, 2973),
+    _kernel((128, 64), store_buffers=1): Rates(302, 1727),
+    _kernel((128, 96), store_buffers=2, band=2): Rates(362, 3971),
+    _kernel((128, 160), store_buffers=3, unroll=4, ahead=False, band=2): Rates(692, 4548),
+    _kernel((128, 128), split_k=2): Rates(500, 7861),
     _kernel((128, 96), split_k=4): Rates(812, 481),
 }
 """Kernels and their rates: the fit of `tuner develop fit rates` to

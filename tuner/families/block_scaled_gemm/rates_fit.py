@@ -30,6 +30,12 @@ FACTORS = (1.6, 1.2, 1.05, 1.01)
 NEAR = 1.6
 """Longest time that is fitted, over the fastest kernel's: a choice is made among the near ones."""
 OF_ROWS = "factors of rows"
+ELECTED = " elected"
+"""End of the names of kernels with an elected lane."""
+PRIOR = 0.004
+"""Weight of the squared logarithms between a kernel's rates and its guess, over its times. With
+few times it stays near.
+"""
 MIN_POINTS = 4
 """Fewest times of a kernel from which its rates are fitted."""
 
@@ -55,7 +61,7 @@ def kernel_name(config: Config) -> str:
         "words" if "vector_merge" in params else "",
         f"b{params['blocks_per_sm']}" if "blocks_per_sm" in params else "",
         "staged" if "staged_columns" in params else "",
-        "elected" if "elected" in params else "",
+        ELECTED.strip() if "elected" in params else "",
     )
     return " ".join(filter(None, parts))
 
@@ -94,54 +100,93 @@ class RatedKernels:
         legal = [
             (self.expected_us(problem, name, rates), time_us)
             for name, time_us in us.items()
-            if families()[(one := self.kernels[name]).family].accepts(problem, one, self.gpu)
+            if name in self.kernels
+            and families()[(one := self.kernels[name]).family].accepts(problem, one, self.gpu)
         ]
-        return min(legal)[1] / min(us.values()) - 1
+        return min(legal)[1] / min(us.values()) - 1 if legal else 0.0
 
     def fitted(self, products: Sequence[TimedProduct]) -> dict[str, float]:
-        """Rates by kernel. One with too few times has its first guesses, moved as the others'
-        steps are.
+        """Rates by kernel. One with too few times has its guess, moved as the others' steps are.
+
+        A kernel with an elected lane follows the fit of the same one without, and the ratios of
+        both times.
         """
-        guesses = flat({name: rates_of(config) for name, config in self.kernels.items()})
-        rates: dict[str, float] = {}
-        for name in self.kernels:
-            timed = [p for p in products if name in p.us]
-            near = [p for p in timed if p.us[name] <= NEAR * min(p.us.values())]
-            slower = [p for p in products if name in p.above]
-            if near and len(near) + len(slower) >= MIN_POINTS:
-                rates |= self._descended(name, guesses, near, slower)
-        moved = [rate / guesses[key] for key, rate in rates.items() if key.endswith("step")]
-        factor = median(moved or [1.0])
-        return {key: rates.get(key, guess * factor) for key, guess in guesses.items()}
+        guesses: dict[str, Rates] = {}
+        measured: dict[str, Rates] = {}
+        factors: dict[bool, list[float]] = {False: [], True: []}
+        for name, config in self.kernels.items():
+            guess, former = rates_of(config), name.removesuffix(ELECTED)
+            known = self._measured(name, former, guess, products) if former != name else None
+            guesses[name] = guess = known or guess
+            if rates := self._measured(name, name, guess, products, former if known else ""):
+                measured[name] = rates
+                factors[former != name].append(rates.step / guess.step)
+        moved = {kind: median(of_kind or [1.0]) for kind, of_kind in factors.items()}
+        return flat(
+            {
+                name: measured.get(name, Rates(*(moved[name.endswith(ELECTED)] * x for x in guess)))
+                for name, guess in guesses.items()
+            }
+        )
+
+    def _measured(
+        self,
+        name: str,
+        timed_as: str,
+        guess: Rates,
+        products: Sequence[TimedProduct],
+        former: str = "",
+    ) -> Rates | None:
+        """Rates of a kernel by the times of a name; None when these are too few.
+
+        Args:
+            name: the kernel.
+            timed_as: name of the times.
+            guess: first rates; those of `former`.
+            products: timed products.
+            former: kernel whose expected times the ratios of both times are of; empty: none.
+        """
+        timed = [p for p in products if timed_as in p.us and (not former or former in p.us)]
+        near = [p for p in timed if p.us[timed_as] <= NEAR * min(p.us.values())]
+        slower = [p for p in products if timed_as in p.above]
+        if not near or len(near) + len(slower) < (1 if former else MIN_POINTS):
+            return None
+
+        def time_us(product: TimedProduct) -> float:
+            if not former:
+                return product.us[timed_as]
+            expected = self.estimate(product.problem, self.kernels[name], self.gpu, guess)
+            return expected * product.us[timed_as] / product.us[former]
+
+        times = [(p.problem, time_us(p)) for p in near]
+        above = [(p.problem, p.above[timed_as]) for p in slower]
+        return self._descended(name, guess, times, above, PRIOR / len(near) if former else 0.0)
 
     def _descended(
         self,
         name: str,
-        guesses: Constants,
-        products: Sequence[TimedProduct],
-        slower: Sequence[TimedProduct],
-    ) -> Constants:
-        def error(rates: Constants) -> float:
-            timed = [
-                math.log(self.expected_us(p.problem, name, rates) / p.us[name]) ** 2
-                for p in products
-            ]
-            below = [
-                max(0.0, math.log(p.above[name] / self.expected_us(p.problem, name, rates))) ** 2
-                for p in slower
-            ]
-            return fmean(timed) + fmean(below or [0.0])
+        guess: Rates,
+        times: Sequence[tuple[Any, float]],
+        above: Sequence[tuple[Any, float]],
+        prior: float,
+    ) -> Rates:
+        def error(rates: Rates) -> float:
+            def ratio(problem: Any, us: float) -> float:
+                return math.log(us / self.estimate(problem, self.kernels[name], self.gpu, rates))
 
-        step, end = f"{name} step", f"{name} end"
-        best = {key: guesses[key] for key in (step, end)}
-        least = error(best)
+            timed = fmean(ratio(*one) ** 2 for one in times)
+            far = sum(math.log(x / y) ** 2 for x, y in zip(rates, guess, strict=True))
+            below = fmean([max(0.0, ratio(*one)) ** 2 for one in above] or [0.0])
+            return timed + below + prior * far
+
+        best, least = guess, error(guess)
         for factor in FACTORS:
             falls = True
             while falls:
                 falls = False
                 for by in (factor, 1 / factor):
                     for powers in ((1, 0), (0, 1), (1, -1), (1, -2), (1, -4)):
-                        rates = {k: best[k] * by**p for k, p in zip(best, powers, strict=True)}
+                        rates = Rates(*(x * by**p for x, p in zip(best, powers, strict=True)))
                         if (now := error(rates)) < least * 0.999:
                             best, least, falls = rates, now, True
         return best
@@ -177,7 +222,11 @@ def products_of(
         (
             row["problem"],
             *(
-                {name: us for name, us in row.get(times, {}).items() if name in rule.kernels}
+                {
+                    name: us
+                    for name, us in row.get(times, {}).items()
+                    if not rule.kernels.keys().isdisjoint((name, f"{name}{ELECTED}"))
+                }
                 for times in ("us", "above")
             ),
         )
