@@ -466,7 +466,8 @@ class FusedAttention(Family):
 
     def served(self, problem: Problem, config: Config) -> Config:
         attention = as_attention(problem)
-        has_two_kernels = config.get("combine") == "kernel"
+        is_divided = int(config["splits"]) > 1 or "combine" in config.params
+        has_two_kernels = is_divided and config.get("combine") != "cluster"
         if has_two_kernels or attention.is_paged or attention.block_mask:
             return config
         return Config(self.name, {**config.params, "pdl": False})
