@@ -149,14 +149,25 @@ def test_the_loss_of_all_positive_sums_is_a_flag_where_no_limit_judges_it(
     assert all(re.match(schema["$defs"]["name"]["pattern"], flag) for flag in outcome.flags)
 
 
-@pytest.mark.parametrize(("extent", "judged"), [(512, [0]), (8192, [0, 1])], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("extent", "waits"),
+    [
+        (512, ["check, random"]),
+        (
+            8192,
+            ["reference, planted", "check, planted", "reference, random", "check, random"],
+        ),
+    ],
+    ids=["short", "long"],
+)
 def test_the_worker_waits_once_for_all_kinds_of_short_problems(
-    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, extent: int, judged: list[int]
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, extent: int, waits: list[str]
 ) -> None:
-    collected: list[int] = []
-    monkeypatch.setattr(FakeGate, "collect", lambda gate: collected.append(gate.examined))
+    """For a long reference it waits within that reference's allowance."""
+    collected = list[str]()
+    monkeypatch.setattr(FakeGate, "collect", lambda gate: collected.append(events[-1]["what"]))
     answer(events, "ok", mode="probe", problem=GemmProblem(extent, extent, extent))
-    assert collected == judged
+    assert collected == waits
 
 
 def test_a_candidate_that_overwrote_a_reference_runs_again_on_each_kind_alone(

@@ -341,8 +341,11 @@ class Worker:
         gate, index = self._opened(), prepared.index
         vendor = isinstance(prepared.subject, VendorSubject)
         lse = next((guarded for guarded in prepared.own if guarded.name == LSE), None)
-        self._phase(index, f"reference, {kind}", reference_seconds(job.problem))
+        allowed_s = reference_seconds(job.problem)
+        self._phase(index, f"reference, {kind}", allowed_s)
         gate.load(kind, with_lse=lse is not None)
+        if allowed_s >= TOGETHER_S:  # the allowance ends with the phase
+            gate.collect()
         self._phase(index, f"check, {kind}", VENDOR_ALLOWANCE_S if vendor else 0.0)
         scale = scale_of(job.problem, kind)
         buffers = {**gate.pointers, **prepared.buffers}
