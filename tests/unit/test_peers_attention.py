@@ -358,6 +358,19 @@ def test_the_serving_build_is_called_as_a_server_does(serving: Any, shape: str) 
 
 
 @needs_torch
+def test_lengths_without_metadata_are_each_call_s_own(serving: Any) -> None:
+    """A graph that captured a call outlives the plan, whose tensors it would read."""
+    problem = AttentionProblem.parse("S=48,D=16,H=4,causal=1,B=2,window=8,dtype=bf16")
+    call = sdpa.VendorSdpa().connect(problem, sdpa.UNPREPARED, 0.3)
+    assert not isinstance(call, str), call
+    for _ in range(2):
+        call(*tensors(problem))
+    first, second = [options["seqused_k"] for _, options in serving.given]
+    assert first.tolist() == second.tolist() == [48, 48]
+    assert first.data_ptr() != second.data_ptr()
+
+
+@needs_torch
 def test_the_serving_build_takes_packed_tensors(serving: Any) -> None:
     import torch
 

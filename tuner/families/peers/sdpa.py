@@ -345,17 +345,18 @@ def serving_call(
         options["softcap"] = problem.softcap
     ready: dict[str, Any] = {}
 
-    def prepare(query: Any) -> None:
+    def prepared(query: Any) -> dict[str, Any]:
         used = torch.full(
             (problem.batch,), problem.seqlen_kv, dtype=torch.int32, device=query.device
         )
-        sizes = problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv
-        masks = {name: value for name, value in options.items() if name != "scale"}
+        of_call: dict[str, Any] = {"seqused_k": used, "max_seqlen_k": problem.seqlen_kv}
         if is_prepared:
-            of_call = *sizes, problem.head_dim, query.dtype
-            ready["metadata"] = module.metadata(used, *of_call, **masks)
-        ready["seqused_k"] = used
-        ready["max_seqlen_k"] = problem.seqlen_kv
+            sizes = problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv
+            masks = {name: value for name, value in options.items() if name != "scale"}
+            plan = module.metadata(used, *sizes, problem.head_dim, query.dtype, **masks)
+            of_call["metadata"] = plan
+            ready.update(of_call)
+        return of_call
 
     longest = problem.seqlen_q, problem.seqlen_kv
 
@@ -367,11 +368,12 @@ def serving_call(
             ends = {"cu_seqlens_q": more[0], "max_seqlen_q": lengths[0]}
             ends |= {"cu_seqlens_k": more[1], "max_seqlen_k": lengths[1]}
             return module.fwd(*tensors, **ends, **options).transpose(0, 1)[None]
-        if not ready:  # in the first call, which `tried` makes outside of any capture
-            prepare(query)
+        # Metadata: in the first call, which `tried` makes outside of any capture. Without it the
+        # lengths are each call's own: a captured graph outlives its plan.
+        of_call = ready or prepared(query)
         factors = dict(zip(DESCALES, more, strict=False))
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return module.fwd(*tensors, **ready, **factors, **options).transpose(1, 2)
+        return module.fwd(*tensors, **of_call, **factors, **options).transpose(1, 2)
 
     return call
 
