@@ -7,6 +7,8 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -339,21 +341,29 @@ class TestKernels:
         with pytest.raises(ConfigError, match="times of two kernels"):
             kernels_fit.refit([path], GPUS["H200"])
 
-    def test_a_domain_of_a_donors_rates_gets_its_own(self, tmp_path: Path) -> None:
+    def test_a_domain_of_a_donors_rates_gets_its_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        domain = AttentionDomain(256, "causal", "prompt", has_softcap=True)
+        every = tuple(
+            replace(one, domains={key: m for key, m in one.domains.items() if key != domain})
+            for one in shipped()
+        )
+        for module in (sys.modules[__name__], kernels_fit):
+            monkeypatch.setattr(module, "shipped", lambda: every)
         path = tmp_path / "kernels.jsonl"
         some = self.rows(1.3, "D=256,causal=1,softcap=20")
         path.write_text("".join(json.dumps(line) + "\n" for line in ({}, *some)))
         result = kernels_fit.refit([path], GPUS["H200"])
         (text,) = (text for place, text in result.documents.items() if "attention" in place.name)
-        ships = next(p for p in shipped() if p.op == "attention" and p.gpu == GPUS["H200"])
+        ships = next(p for p in every if p.op == "attention" and p.gpu == GPUS["H200"])
         known = Portfolio.from_json(json.loads(text))
-        domain = AttentionDomain(256, "causal", "prompt", has_softcap=True)
         assert known.domains.keys() == {*ships.domains, domain}
         before, after = ships.models_of(domain), known.models_of(domain)
         assert before is not None and before.donor and after is not None and not after.donor
         pairs = zip(before.candidates, after.candidates, strict=True)
         factors = [fitted.rates["launch"] / old.rates["launch"] for old, fitted in pairs]
-        assert factors == pytest.approx([1.3, 1.0, 1.0], rel=1e-3)
+        assert 1.3 == pytest.approx(max(factors), rel=1e-3) and min(factors) == pytest.approx(1.0)
 
     def test_kernels_that_join_where_a_portfolio_is_read_are_chosen_too(
         self, tmp_path: Path

@@ -38,10 +38,12 @@ def expected_us(
     amounts = one.family.work(problem, config, gpu)
     us = math.fsum(us * amount for us, amount in zip(one.priced, amounts, strict=True))
     if isinstance(problem, AttentionProblem):
-        if problem.is_varlen and not problem.is_paged and "warp_groups" in config.params:
+        is_bounded = (problem.is_varlen or problem.softcap) and not problem.is_paged
+        if is_bounded and not problem.block_mask and "warp_groups" in config.params:
             scores = amounts[TERMS.index("mean_steps")] * tile_m(config.params) * config["tile_n"]
             width = min(width for width in LEAST_CLOCKS if width >= problem.head_dim)
             alone = 1.2 if config["warp_groups"] == 1 else 1.0
+            alone *= 1.25 if problem.softcap else 1.0
             us = max(us, scores * alone * LEAST_CLOCKS[width] / gpu.clock_max_mhz)
         if models.regime.l2 == "warm":
             return us

@@ -142,6 +142,16 @@ class Selection(NamedTuple):
         return tuple(found) if self.is_near else (*found, _FAR)
 
     @property
+    def is_trusted(self) -> bool:
+        """False where a vendor's kernel is chosen that was not measured near these sizes."""
+        sizes = self.domain.sizes(self.problem)
+        return all(
+            self.times.is_vendor_near(number, sizes)
+            for number, one in enumerate(self.times.vendors)
+            if one.config.get("kernel") == self.config.get("kernel")
+        )
+
+    @property
     def source(self) -> str:
         """Reason for this kernel, for people."""
         return f"{self.domain.label()}: expected {self.expected_text}"

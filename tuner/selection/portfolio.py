@@ -247,6 +247,8 @@ class Portfolio:
         if selection is None or not isinstance(problem, AttentionProblem) or domain is None:
             return selection
         ratios, times = self.peers.get(domain, ()), self.peer_times.get(domain, ())
+        if times and not selection.is_trusted:
+            times = ()
         if not (ratios or times):
             return selection
         expected = [

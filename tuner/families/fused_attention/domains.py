@@ -34,9 +34,9 @@ _RARE = 192
 
 #: Clocks of a multiprocessor for a score by the instance, with rows and keys that tiles compute in
 #: vain: the least of 1,600 times of kernels at 537 calls (an H200, 29 November 2026). Tiles of one
-#: group took 1.2 times these at least.
+#: group took 1.2 times these at least, and those of a soft cap 1.25 times.
 _CLOCKS = {64: 0.116, 96: 0.16, 128: 0.19, 192: 0.26, 256: 0.35}
-_ALONE = 1.2
+_ALONE, _CAPPED = 1.2, 1.25
 
 
 class _Attention(NamedTuple):
@@ -139,9 +139,10 @@ class AttentionDomain(_Attention, Domain):
         return problem.heads_q, problem.heads_kv, problem.head_dim
 
     def clocks(self, kernel: Config) -> float:
-        if not self.is_varlen:  # rates hold there for the lengths that they are of
-            return 0.0
-        return _CLOCKS[self.head_dim] * (_ALONE if kernel.get("warp_groups") == 1 else 1.0)
+        if self.is_paged or self.is_sparse or not (self.is_varlen or self.has_softcap):
+            return 0.0  # rates hold there for the lengths that they are of
+        factor = _ALONE if kernel.get("warp_groups") == 1 else 1.0
+        return _CLOCKS[self.head_dim] * factor * (_CAPPED if self.has_softcap else 1.0)
 
     def with_known(self, sizes: Any) -> Any:
         if not self.is_varlen:
@@ -188,7 +189,7 @@ class AttentionDomain(_Attention, Domain):
             phases = ("prompt",)
         for phase, mask in product(phases, masks):
             plain = type(self)(self.head_dim, mask, phase)
-            if plain != self:
+            if plain != self and not plain.is_short_prompt:  # which has a donor itself
                 yield plain
 
     @property

@@ -31,6 +31,7 @@ from tuner.selection import portfolio_json
 from tuner.selection.peer_times import PeerTimes
 from tuner.selection.portfolio import shipped
 
+PHASES: tuple[Any, ...] = "prompt", "few", "one"
 KERNELS = "flash3", "flash3_splits"
 PREPARE_US = 2.0
 """Microseconds in which the serving build prepares a dense call, which a bench leaves out."""
@@ -47,8 +48,8 @@ class PeerCall(NamedTuple):
     us: float
 
     @property
-    def kind(self) -> Hashable:
-        """Domain without the number of queries."""
+    def kind(self) -> tuple[str, AttentionDomain]:
+        """Kernel, and domain without the number of queries."""
         return self.kernel, self.domain._replace(phase="prompt")
 
 
@@ -76,17 +77,17 @@ def _named(problem: AttentionProblem, us: Mapping[str, float]) -> dict[str, floa
     return {kernel: us[kernel] for kernel in KERNELS if kernel in us}
 
 
-def fitted(some: Sequence[PeerCall]) -> dict[Hashable, list[float]]:
+def fitted(some: Sequence[PeerCall]) -> dict[tuple[str, AttentionDomain], list[float]]:
     """Rates by kind of calls."""
     alike: dict[Hashable, list[PeerCall]] = defaultdict(list)
-    kinds: dict[Hashable, list[PeerCall]] = defaultdict(list)
+    kinds: dict[tuple[str, AttentionDomain], list[PeerCall]] = defaultdict(list)
     for call in some:
         alike[call.kernel, call.domain.head_dim].append(call)
         kinds[call.kind].append(call)
     common: dict[Hashable, list[float]] = {}
     for key, every in alike.items():
         common[key] = shaped([c.amounts for c in every], [c.us for c in every])
-    by_kind: dict[Hashable, list[float]] = {}
+    by_kind: dict[tuple[str, AttentionDomain], list[float]] = {}
     for kind, mine in kinds.items():
         if len(mine) >= MIN_CALLS:
             start = common[mine[0].kernel, mine[0].domain.head_dim]
@@ -119,14 +120,13 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
             if call.kind in others:
                 errors[call.kind].append(abs(error(call, others[call.kind])))
     times: dict[AttentionDomain, tuple[PeerTimes, ...]] = {}
-    for call in sorted(every, key=lambda call: (call.domain, call.kernel)):
-        peers = times.get(call.domain, ())
-        config = Config(FAMILY, {"kernel": call.kernel})
-        if call.kind in by_kind and all(peer.config != config for peer in peers):
-            named = zip(TERMS, by_kind[call.kind], strict=True)
-            rates = {term: us for term, us in named if us}
-            build = builds[BUILDS.get(call.kernel, "flash3")]
-            times[call.domain] = (*peers, PeerTimes(config, build, rates))
+    for (kernel, plain), values in sorted(by_kind.items()):
+        build = builds[BUILDS.get(kernel, "flash3")]
+        rates = {term: us for term, us in zip(TERMS, values, strict=True) if us}
+        peer = PeerTimes(Config(FAMILY, {"kernel": kernel}), build, rates)
+        for phase in PHASES:
+            domain = plain._replace(phase=phase)
+            times[domain] = (*times.get(domain, ()), peer)
     for kind, off in sorted(errors.items(), key=str):
         label = next(f"{c.domain.label()}, {c.kernel}" for c in every if c.kind == kind)
         result.errors.append(f"{label}: {len(off)} calls, {median(off):.1%} off by others' rates")

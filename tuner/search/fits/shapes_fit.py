@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,15 +111,17 @@ def _us(digest: str, one: Timed, rates: Constants) -> float:
     return sum(rates[f"{digest} {i}"] * amount for i, amount in enumerate(one.amounts))
 
 
-def fitted(some: Sequence[ShapedCall], ships: Constants) -> dict[str, float]:
-    """Rates by kernel and term. Those that ship stay where a kernel has few times, and where a part
-    of these is expected no better by the others' rates.
+def fitted(
+    some: Sequence[ShapedCall], ships: Constants, digests: Container[str]
+) -> dict[str, float]:
+    """Rates by kernel and term, of the kernels with such digests. Those that ship stay where a
+    kernel has few times, and where a part of these is expected no better by the others' rates.
     """
     rates, by_kernel = dict(ships), defaultdict[str, list[tuple[Timed, float]]](list)
     for call in some:
         fastest = min(one.us for one in call.times.values())
         for digest, one in call.times.items():
-            if one.us <= NEAR * fastest:
+            if one.us <= NEAR * fastest and digest in digests:
                 by_kernel[digest].append((one, (fastest / one.us) ** 2))
     for digest, every in by_kernel.items():
         if len(every) < MIN_TIMES:
@@ -187,13 +190,20 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
 
 
 def _shaped(result: Refit, models: DomainModels, some: Sequence[ShapedCall]) -> DomainModels:
-    """The models with shaped rates, or as they ship."""
-    ships: dict[str, float] = {}
+    """The models with shaped rates, of PyTorch's kernels and of own ones each where choices and
+    times gain by them; themselves where neither gains.
+    """
+    rates: dict[str, float] = {}
     for one in models.candidates:
-        ships |= _named(one.config.digest, one.priced)
-    title = models.domain.label()
-    group = FitGroup(title, some, ships, lambda x: fitted(x, ships), loss, lambda call: call.group)
-    if (rates := result.fit(group, 0.0)) is ships:
+        rates |= _named(one.config.digest, one.priced)
+    ships = rates
+    for is_vendor, title in ((True, "PyTorch's"), (False, "own")):
+        digests = {c.config.digest for c in models.candidates if c.is_vendor is is_vendor}
+        fit = partial(fitted, ships=rates, digests=digests)
+        text = f"{models.domain.label()}, {title}"
+        group = FitGroup(text, some, rates, fit, loss, lambda call: call.group)
+        rates = dict(result.fit(group, 0.0))
+    if rates == ships:
         return models
     candidates = []
     for one in models.candidates:
