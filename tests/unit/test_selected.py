@@ -40,7 +40,8 @@ def expected_us(
     if isinstance(problem, AttentionProblem):
         is_bounded = (problem.is_varlen or problem.softcap) and not problem.is_paged
         if is_bounded and not problem.block_mask and "warp_groups" in config.params:
-            scores = amounts[TERMS.index("mean_steps")] * tile_m(config.params) * config["tile_n"]
+            tile_n = config["tile_n"] * config.get("key_groups", 1)
+            scores = amounts[TERMS.index("mean_steps")] * tile_m(config.params) * tile_n
             width = min(width for width in LEAST_CLOCKS if width >= problem.head_dim)
             alone = 1.2 if config["warp_groups"] == 1 else 1.0
             alone *= 1.25 if problem.softcap else 1.0
