@@ -10,15 +10,17 @@ kernel with FlashAttention-3 as an answer, and 18.3 % without. By ratios 13 % we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tuner.config import Config
-from tuner.families.attention_work import TERMS, peer_work
+from tuner.families.attention_work import TERMS, AttentionSizes, peer_work
 from tuner.families.by_operation import AnyDomain
+from tuner.families.work import floor_us
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem
-from tuner.selection.peer_ratios import is_here
+from tuner.selection.peer_ratios import MIN_LEAD, is_here
 
 
 class PeerTimes(NamedTuple):
@@ -40,15 +42,28 @@ Times = Mapping[AnyDomain, Sequence[PeerTimes]]
 
 
 def faster(
-    problem: AttentionProblem, peers: Sequence[PeerTimes], gpu: Gpu, bound_us: float
+    problem: AttentionProblem,
+    peers: Sequence[PeerTimes],
+    gpu: Gpu,
+    own_us: float,
+    is_cold: bool,
 ) -> Iterator[tuple[float, Config]]:
-    """Peers' kernels of this machine that are expected below a time.
+    """Peers' kernels of this machine that are expected to be faster by `peer_ratios.MIN_LEAD`.
+
+    Args:
+        problem: a call.
+        peers: peers of its domain.
+        gpu: GPU that it runs on.
+        own_us: expected microseconds without peers.
+        is_cold: True if the domain's inputs are not in L2: then no time is below their reading's.
 
     Yields:
         Expected microseconds and config.
     """
     here = [peer for peer in peers if is_here(peer.config, peer.build)]
     amounts = peer_work(problem, gpu) if here else ()
+    least_us = floor_us(AttentionSizes.of(problem), gpu, is_cold) or 0.0
     for peer in here:
-        if (us := peer.us(amounts)) < bound_us:
+        us = max(peer.us(amounts), least_us)
+        if us * math.exp(MIN_LEAD) < own_us:
             yield us, peer.config

@@ -251,9 +251,10 @@ class Portfolio:
             times = ()
         if not (ratios or times):
             return selection
+        is_cold = selection.regime.l2 == "cold"
         expected = [
             *((selection.expected_us / one, to) for one, to in peer_ratios.faster(problem, ratios)),
-            *peer_times.faster(problem, times, self.gpu, selection.expected_us),
+            *peer_times.faster(problem, times, self.gpu, selection.expected_us, is_cold),
         ]
         faster = [
             (us, config)
