@@ -67,9 +67,10 @@ def measured(case: Draw, _: Namespace) -> Row:
     from benchmarks.cliffs_calls import measured as call_measured
 
     problem: Any = case.call.problem
-    is_packed = isinstance(case.call, Packed)
-    known = PackedProblem.of(problem, case.call.lengths).stepped if is_packed else problem
-    named = configs(known)
+    if isinstance(case.call, Packed):
+        named = configs(PackedProblem.of(problem, case.call.lengths).stepped)
+    else:
+        named = configs(problem)
     runners = {name: _runner(case, config) for name, config in named.items()}
 
     def further(operands: Callable[[int], Sequence[Any]]) -> Mapping[str, Callable[[int], Any]]:

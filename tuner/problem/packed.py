@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from tuner.problem.attention import AttentionProblem
 
@@ -46,7 +46,7 @@ class PackedProblem(AttentionProblem):
         """The problem with its sizes rounded up, so that few kinds of calls occur: four between a
         power of two and the next.
         """
-        return replace(self, **{name: stepped(getattr(self, name)) for name in SIZES})
+        return self.sized(self, *(stepped(getattr(self, name)) for name in SIZES))
 
 
 def stepped(size: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.attention_work import TERMS, peer_work
-from tuner.families.by_operation import AttentionDomain
+from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.families.peers import BUILDS
 from tuner.families.peers.sdpa import SERVING, UNPREPARED
 from tuner.hardware import Gpu
@@ -119,7 +119,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         for call in shuffled[part::PARTS]:
             if call.kind in others:
                 errors[call.kind].append(abs(error(call, others[call.kind])))
-    times: dict[AttentionDomain, tuple[PeerTimes, ...]] = {}
+    times: dict[AnyDomain, tuple[PeerTimes, ...]] = {}
     for (kernel, plain), values in sorted(by_kind.items()):
         build = builds[BUILDS.get(kernel, "flash3")]
         rates = {term: us for term, us in zip(TERMS, values, strict=True) if us}
