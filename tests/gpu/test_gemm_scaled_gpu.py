@@ -100,7 +100,9 @@ def test_torch_s_sums_of_all_positive_operands(gated: Gated, scales: str, fast_a
 
 
 def test_exact_sums_of_a_call_without_the_option(missing_gpu: str) -> None:
-    """`tuner.scaled_mm` of elements behind ReLU, as PyTorch's by default."""
+    """`tuner.scaled_mm` of elements behind ReLU, as PyTorch's by default. A kernel of exact sums may
+    answer a call that permits fast ones.
+    """
     if missing_gpu:
         pytest.skip(missing_gpu)
     torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -114,8 +116,8 @@ def test_exact_sums_of_a_call_without_the_option(missing_gpu: str) -> None:
     rows, columns = torch.full((m, 1), 1 / 16), torch.full((1, n), 1 / (16 * k))
     given = a, b.t(), rows.cuda(), columns.cuda()
     wanted = given[2].double() * (a.double() @ b.double().t()) * given[3].double()
-    for fast, low in ((False, 0.0), (True, 0.02)):
+    for fast in (False, True):
         out = tuner.scaled_mm(*given, out_dtype=torch.bfloat16, use_fast_accum=fast)
         error = float((out.double() - wanted).norm() / wanted.norm())
         print(f"fast accumulation {fast}: {error:.2e}")
-        assert low <= error < (0.5 if fast else 8e-3)
+        assert error < (0.5 if fast else 8e-3)

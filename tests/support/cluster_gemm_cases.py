@@ -18,12 +18,14 @@ def config(
     swap_ab: bool = False,
     split_k: int = 1,
     blocks_per_sm: int = 1,
+    **further: Value,
 ) -> Config:
     """A config; with as many stages as fit where their number is 0."""
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": max(stages, 2)},
         **{"split_k": split_k, "blocks_per_sm": blocks_per_sm},
         **{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True},
+        **further,
     }
     made = Config(FAMILY.name, params)
     return made if stages else deepened(made)
