@@ -100,8 +100,9 @@ def test_torch_s_sums_of_all_positive_operands(gated: Gated, scales: str, fast_a
 
 
 def test_exact_sums_of_a_call_without_the_option(missing_gpu: str) -> None:
-    """`tuner.scaled_mm` of elements behind ReLU, as PyTorch's by default. A kernel of exact sums may
-    answer a call that permits fast ones.
+    """`tuner.scaled_mm` of elements behind ReLU, as PyTorch's by default.
+
+    A kernel of exact sums may answer a call that permits fast ones.
     """
     if missing_gpu:
         pytest.skip(missing_gpu)
