@@ -58,9 +58,6 @@ _ASSUMED_KEYS = 4096
 #: Last, the keys at most that this holds for: at D = 128 a kernel took 13 % less at 32768 keys.
 _CLUSTERED = {64: (8, 16, 32768), 128: (8, 16, 8192)}
 _MIN_CLUSTERED = 12
-#: Longest keys of a captured graph whose clusters have eight blocks: 10 % less at 64 keys, in one
-#: for 4096 (an H200, 29 November 2026).
-_SMALL_CLUSTERS = {64: 8192, 128: 4096}
 #: Tiles and splits of a graph whose keys clusters share, of kernels that leave them (blocks): 2 to
 #: 10 % less than by a kernel that combines (4 sequences of 128 to 4096 keys, an H200, 29 November
 #: 2026).
@@ -210,8 +207,7 @@ def best(batch: Decoding) -> tuple[int, Combine]:
     tiles, blocks, keys = _CLUSTERED.get(batch.instance, (0, 0, 0))
     is_clustered = combine == "kernel" and batch.has_clusters and splits >= _MIN_CLUSTERED
     if is_clustered and batch.tiles <= tiles and batch.longest <= keys:
-        is_small = is_open and batch.longest <= _SMALL_CLUSTERS[batch.instance]
-        return 8 if is_small else blocks, "cluster"
+        return blocks, "cluster"
     is_shared = is_open and combine == "kernel" and splits >= _SHARED_SPLITS
     if is_shared and batch.leaves_cluster and batch.tiles <= _SHARED_TILES:
         return _SHARED_BLOCKS, "cluster"
