@@ -191,13 +191,16 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
 
 def _shaped(result: Refit, models: DomainModels, some: Sequence[ShapedCall]) -> DomainModels:
     """The models with shaped rates, of PyTorch's kernels and of own ones each where choices and
-    times gain by them; themselves where neither gains.
+    times gain by them; themselves where neither gains. PyTorch's of short prompts stay a donor's:
+    those of few calls were 8 times too short at two queries of 80 heads.
     """
     rates: dict[str, float] = {}
     for one in models.candidates:
         rates |= _named(one.config.digest, one.priced)
     ships = rates
     for is_vendor, title in ((True, "PyTorch's"), (False, "own")):
+        if is_vendor and getattr(models.domain, "is_short_prompt", False):
+            continue
         digests = {c.config.digest for c in models.candidates if c.is_vendor is is_vendor}
         fit = partial(fitted, ships=rates, digests=digests)
         text = f"{models.domain.label()}, {title}"
