@@ -5,7 +5,7 @@ ratios near a call say less than times by the work that it has (`attention_work.
 hold for one build of the peer's package.
 
 At 192 drawn calls of an H200 that no rate was fitted to, 12.5 % were below 0.97 of the fastest
-kernel with FlashAttention-3 as an answer, and 22.4 % without (replayed).
+kernel with FlashAttention-3 as an answer. Without it 22.4 % were (replayed).
 """
 
 from __future__ import annotations
