@@ -21,7 +21,7 @@ from portfolio_machine import (
     portfolio_serving,
     portfolio_stopwatch,
 )
-from runtime_machine import fake_machine
+from runtime_machine import WRITTEN, fake_machine, inputs
 
 from tuner import settings
 from tuner.config import Config
@@ -156,6 +156,14 @@ def test_a_peer_of_clearly_less_expected_time_answers(serving: Serving, build: s
     assert served(serving, with_times("fa3 of yesterday", 9.5)) == "own"
     found = with_times(build, 9.5).select(PROBLEM)
     assert found is not None and found.first == (9.5, FLASH3)
+
+
+def test_no_peer_answers_over_a_cache_that_grows(serving: Serving, build: str) -> None:
+    """Its plan holds for one length, and each token has another."""
+    serving.portfolio, serving.peers = with_times(build, 5.0), {"flash3"}
+    (query, *_), (_, *cache) = inputs((1, 2, 256, 64)), inputs((1, 2, 320, 64))
+    out = serving.runtime.attention.attention(query, *cache)
+    assert bool((out == WRITTEN).all()) and not serving.vendors
 
 
 @pytest.mark.parametrize(("l2", "us"), [("cold", 7.07), ("warm", 5.0)])

@@ -16,7 +16,7 @@ from peer_cases import (
 )
 
 from tuner.config import Config
-from tuner.families import family
+from tuner.families import family, peers
 from tuner.families.peers import (
     installed,
     off_rows,
@@ -24,9 +24,7 @@ from tuner.families.peers import (
 )
 from tuner.families.peers import sdpa as sdpa
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import (
-    AttentionProblem,
-)
+from tuner.problem import AttentionProblem, Problem
 
 forget_peers = forget_peers_fixture  # for every test here
 
@@ -368,6 +366,35 @@ def test_lengths_without_metadata_are_each_call_s_own(serving: Any) -> None:
     first, second = [options["seqused_k"] for _, options in serving.given]
     assert first.tolist() == second.tolist() == [48, 48]
     assert first.data_ptr() != second.data_ptr()
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("kernel", "options"), [("flash3", ""), ("flash3_splits", ""), (sdpa.UNPREPARED, ",window=8")]
+)
+def test_one_short_trial_is_for_all_sizes(
+    serving: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, options: str
+) -> None:
+    import torch
+
+    def note(call: Any, problem: Problem, name: str, device: str) -> Any:
+        shapes.append((problem.batch, problem.seqlen_q, problem.seqlen_kv))
+        return tried(call, problem, name, "cpu")
+
+    shapes: list[Any] = []
+    taking = PEER.replace("scale=None", "scale=None, num_splits=1")
+    Path(serving.__file__).with_name("fa3.py").write_text(taking)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peers, "_served", set())
+    monkeypatch.setattr(peers, "tried", note)
+    member, config = sdpa.VendorSdpa(), Config("vendor_sdpa", {"kernel": kernel})
+    for size in ("B=64,S=65536", "B=2,S=32768", "B=1,S=16384"):
+        problem = AttentionProblem.parse(f"{size},H=2,D=64,causal=1,dtype=bf16{options}")
+        assert callable(member.vendor_call(problem, config, 0.3))
+    assert shapes == [(1, 256, 256)]
+    monkeypatch.setattr(peers, "_MAX_SERVED", 1)
+    member.vendor_call(replace(problem, heads_q=4, heads_kv=4), config, 0.3)
+    assert len(shapes) == 2 and len(peers._served) == 1, "it does not grow without limit"
 
 
 @needs_torch

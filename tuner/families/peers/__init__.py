@@ -43,7 +43,9 @@ FAILURES = (
 
 
 _served: set[tuple[Config, Problem]] = set()
-"""Calls whose trial run passed in this process; not repeated for a new scale or buffer."""
+"""Tried problems whose run passed in this process; not repeated for a new scale or buffer."""
+_MAX_SERVED = 4096
+"""Problems in a larger set are forgotten."""
 
 
 #: Packages behind each fact of `installed_versions`, first found wins.
@@ -188,10 +190,15 @@ class Vendor(Family):
             call = self.connected(problem, config, scale)
         except FAILURES as exc:
             return _sentence(kernel, exc, [])
-        if isinstance(call, str) or not self.is_tried or (config, problem) in _served:
+        if isinstance(call, str) or not self.is_tried:
             return call
-        ready = tried(call, self.trial(problem, kernel), kernel, "cuda")
+        problem = self.trial(problem, kernel)
+        if (config, problem) in _served:
+            return call
+        ready = tried(call, problem, kernel, "cuda")
         if not isinstance(ready, str):
+            if len(_served) >= _MAX_SERVED:
+                _served.clear()
             _served.add((config, problem))
         return ready
 

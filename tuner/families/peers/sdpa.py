@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from tuner.config import Config
 from tuner.families import attention_work
 from tuner.families.base import Domain
-from tuner.families.peers import FAILURES, Vendor, installed, off_rows, rated_us
+from tuner.families.peers import ANSWERS, FAILURES, Vendor, installed, off_rows, rated_us
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 from tuner.problem.attention import NARROW_HEAD_DIM
@@ -158,9 +158,7 @@ class VendorSdpa(Vendor):
         return ""
 
     def trial(self, problem: Problem, kernel: str) -> Problem:
-        if kernel != UNPREPARED or not isinstance(problem, AttentionProblem):
-            return problem
-        if not (problem.is_paged or problem.is_varlen):
+        if ANSWERS.get(kernel) != "flash3" or not isinstance(problem, AttentionProblem):
             return problem
         keys = min(problem.seqlen_kv, MAX_TRIED)
         return replace(problem, batch=1, seqlen_q=min(problem.seqlen_q, keys), seqlen_kv=keys)
@@ -345,11 +343,9 @@ def serving_call(
         options["softcap"] = problem.softcap
     ready: dict[str, Any] = {}
 
-    def prepared(query: Any) -> dict[str, Any]:
-        used = torch.full(
-            (problem.batch,), problem.seqlen_kv, dtype=torch.int32, device=query.device
-        )
-        of_call: dict[str, Any] = {"seqused_k": used, "max_seqlen_k": problem.seqlen_kv}
+    def prepared(query: Any, keys: int) -> dict[str, Any]:
+        used = torch.full((len(query),), keys, dtype=torch.int32, device=query.device)
+        of_call: dict[str, Any] = {"seqused_k": used, "max_seqlen_k": keys}
         if is_prepared:
             sizes = problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv
             masks = {name: value for name, value in options.items() if name != "scale"}
@@ -370,7 +366,7 @@ def serving_call(
             return module.fwd(*tensors, **ends, **options).transpose(0, 1)[None]
         # Metadata: in the first call, which `tried` makes outside of any capture. Without it the
         # lengths are each call's own: a captured graph outlives its plan.
-        of_call = ready or prepared(query)
+        of_call = ready or prepared(query, key.shape[2])
         factors = dict(zip(DESCALES, more, strict=False))
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return module.fwd(*tensors, **of_call, **factors, **options).transpose(1, 2)

@@ -33,7 +33,7 @@ from tuner.families.rule import RuleSelection
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.runtime.call import counters, devices, native
+from tuner.runtime.call import counters, devices, lengths, native
 from tuner.runtime.call.plan import Excluded, Plan, Posed, plan_of
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.selection import engine_ratios, invariant
@@ -245,7 +245,7 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
     """
     selection, problem = candidates.selection, candidates.posed.problem
     reasons: list[str] = []
-    for _, config in selection.peers if isinstance(selection, Selection) else ():
+    for config in _peers(selection, problem):
         plan = candidates.plan(config)
         if isinstance(plan, Plan):
             return plan
@@ -272,6 +272,20 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
             return plan
         text += f" ({selection.vendor} cannot be called: {_text(plan)})"
     return Refusal(Kind.PORTFOLIO, text)
+
+
+def _peers(selection: Selection | RuleSelection, problem: Problem) -> list[Config]:
+    """Peers' kernels that are expected to be faster, where they may answer.
+
+    None over a dense cache that grows: each of its lengths would be looked up, since peers' plans
+    hold for one length.
+    """
+    if not isinstance(selection, Selection) or not isinstance(problem, AttentionProblem):
+        return []
+    is_dense = not (problem.is_varlen or problem.is_paged)
+    if is_dense and lengths.grows(problem):
+        return []
+    return [config for _, config in selection.peers]
 
 
 def _request(candidates: _Candidates, config: Config) -> None:
