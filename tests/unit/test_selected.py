@@ -73,7 +73,8 @@ def decoding_factor(problem: Problem, config: Config) -> float:
         of_tile = max(1, height // (group if fills else held))
         tiles = math.ceil(queries / of_tile) if queries <= 8 else 1
     if config["persistent"]:
-        whole = 1.0 if queries > 8 else 1.7 if fills and is_short else 3.2
+        short = 1.3 if problem.head_dim > 128 else 1.7
+        whole = 1.0 if queries > 8 else short if fills and is_short else 3.2
         return tiles * whole * filled
     if fills and is_short:
         return 1.0

@@ -46,8 +46,9 @@ SHORT_TALL, MAX_SHORT_KEYS = (1.25, 1.1), 1024
 FILLED = 0.7
 #: Time of kernels that split keys at prompts over that of their schedules, which are of decoding.
 DIVIDED = 1.15
-#: The same as `PERSISTENT_AT_DECODING` of such a kernel for at most `MAX_SHORT_KEYS`.
-FILLED_AT_SHORT = 1.7
+#: The same as `PERSISTENT_AT_DECODING` of such a kernel for at most `MAX_SHORT_KEYS`, of D to 128
+#: and above.
+FILLED_AT_SHORT = 1.7, 1.3
 #: Time of a kernel whose blocks take equal parts of all keys over the best of the others, for at
 #: least so many sequences of so many keys at most, of unlike lengths.
 STREAMED, MIN_STREAMED, MIN_STREAMED_KEYS = 0.8, 64, 32768
@@ -259,7 +260,7 @@ def _decoding_pages(
     def factor(config: Config) -> float:
         if config["persistent"]:
             is_filled = is_short and whole > 1 and config.get("fills_rows")
-            slower = FILLED_AT_SHORT if is_filled else whole
+            slower = FILLED_AT_SHORT[problem.head_dim > 128] if is_filled else whole
             return page_readings(problem, config) * slower * _filled(config, group)
         if config.get("fills_rows") and is_short:
             return 1.0
