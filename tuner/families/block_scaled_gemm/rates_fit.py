@@ -32,7 +32,7 @@ NEAR = 1.6
 OF_ROWS = "factors of rows"
 ELECTED = " elected"
 """End of the names of kernels with an elected lane."""
-PRIOR = 0.004
+PRIOR = 0.3
 """Weight of the squared logarithms between a kernel's rates and its guess, over its times. With
 few times it stays near.
 """
@@ -144,16 +144,17 @@ class RatedKernels:
             timed_as: name of the times.
             guess: first rates; those of `former`.
             products: timed products.
-            former: kernel whose expected times the ratios of both times are of; empty: none.
+            former: kernel whose expected times are multiplied by the ratios of both times, where
+                it is timed, too; empty: none.
         """
-        timed = [p for p in products if timed_as in p.us and (not former or former in p.us)]
+        timed = [p for p in products if timed_as in p.us]
         near = [p for p in timed if p.us[timed_as] <= NEAR * min(p.us.values())]
         slower = [p for p in products if timed_as in p.above]
         if not near or len(near) + len(slower) < (1 if former else MIN_POINTS):
             return None
 
         def time_us(product: TimedProduct) -> float:
-            if not former:
+            if former not in product.us:
                 return product.us[timed_as]
             expected = self.estimate(product.problem, self.kernels[name], self.gpu, guess)
             return expected * product.us[timed_as] / product.us[former]

@@ -59,7 +59,7 @@ ELECTED: Mapping[str, bool] = {"ahead": True, "elected": True}
 KERNELS: Mapping[Config, Rates] = {
     _swapped((64, 8), 2): Rates(274, 3525),
     _swapped((64, 16), 2): Rates(309, 3323),
-    _swapped((256, 8)): Rates(365, 4634),
+    _swapped((256, 8)): Rates(365, 4865),
     _swapped((256, 8), 4): Rates(584, 5890),
     _swapped((256, 16)): Rates(315, 9845),
     _kernel((128, 64), split_k=2): Rates(406, 4200),
@@ -68,14 +68,14 @@ KERNELS: Mapping[Config, Rates] = {
     _kernel((256, 128), store_buffers=4, band=16): Rates(1053, 4259),
     _swapped((64, 8), ahead=True): Rates(259, 577),
     _swapped((64, 16), ahead=True): Rates(270, 667),
-    _swapped((64, 32), **ELECTED): Rates(273, 532),
-    _swapped((64, 64), **ELECTED): Rates(294, 1146),
+    _swapped((64, 32), **ELECTED): Rates(283, 553),
+    _swapped((64, 64), **ELECTED): Rates(312, 1010),
     _swapped((64, 8), 2, ahead=True): Rates(349, 1110),
     _swapped((64, 16), 2, ahead=True): Rates(333, 1341),
     _swapped((64, 64), 2, ahead=True): Rates(452, 2293),
-    _kernel((64, 64), store_buffers=1, **ELECTED): Rates(262, 678),
-    _kernel((64, 80), store_buffers=2, **ELECTED): Rates(272, 1454),
-    _kernel((64, 112), store_buffers=2, **ELECTED): Rates(345, 1521),
+    _kernel((64, 64), store_buffers=1, **ELECTED): Rates(255, 698),
+    _kernel((64, 80), store_buffers=2, **ELECTED): Rates(283, 1269),
+    _kernel((64, 112), store_buffers=2, **ELECTED): Rates(352, 1538),
     _kernel((64, 32), split_k=2, ahead=True): Rates(203, 4202),
     _kernel((64, 64), split_k=2, ahead=True): Rates(330, 2379),
     _kernel((64, 128), split_k=2, ahead=True): Rates(345, 5536),
@@ -84,39 +84,39 @@ KERNELS: Mapping[Config, Rates] = {
     _swapped((128, 16), 2, ahead=True): Rates(230, 6544),
     _swapped((128, 8), 4, ahead=True): Rates(640, 1094),
     _swapped((128, 16), 4, ahead=True): Rates(720, 1314),
-    _kernel((128, 64), store_buffers=1, **ELECTED): Rates(299, 2222),
+    _kernel((128, 64), store_buffers=1, **ELECTED): Rates(310, 2076),
     _kernel((128, 96), store_buffers=2, ahead=True): Rates(427, 3027),
     _kernel((128, 128), store_buffers=2, ahead=True): Rates(562, 2317),
     _kernel((128, 128), split_k=2, ahead=True): Rates(655, 4118),
-    _kernel((128, 64), store_buffers=1, clips_rows=True, **ELECTED): Rates(311, 2106),
-    _swapped((64, 16), **ELECTED, **LOADS): Rates(265, 393),
+    _kernel((128, 64), store_buffers=1, clips_rows=True, **ELECTED): Rates(326, 1914),
+    _swapped((64, 16), **ELECTED, **LOADS): Rates(277, 433),
     _kernel((128, 96), split_k=4, ahead=True, vector_merge=True, **LOADS): Rates(494, 6371),
     _kernel((128, 128), split_k=2, ahead=True, vector_merge=True, clips_rows=True): Rates(
         579, 5168
     ),
     _swapped((64, 8), unroll=2, ahead=True, **LOADS): Rates(342, 74),
-    _swapped((64, 16), unroll=2, **ELECTED, **LOADS): Rates(312, 155),
-    _swapped((64, 16), 4, unroll=2, vector_merge=True, **ELECTED, **STAGED): Rates(302, 1668),
-    _kernel((64, 16), unroll=2, **ELECTED, **STAGED): Rates(152, 599),
-    _kernel((64, 32), unroll=2, **ELECTED, **STAGED): Rates(149, 792),
+    _swapped((64, 16), unroll=2, **ELECTED, **LOADS): Rates(323, 171),
+    _swapped((64, 16), 4, unroll=2, vector_merge=True, **ELECTED, **STAGED): Rates(314, 1835),
+    _kernel((64, 16), unroll=2, **ELECTED, **STAGED): Rates(181, 468),
+    _kernel((64, 32), unroll=2, **ELECTED, **STAGED): Rates(211, 578),
     _kernel((64, 16), split_k=4, unroll=2, vector_merge=True, **ELECTED, **STAGED): Rates(
-        323, 1702
+        262, 1978
     ),
     _kernel((64, 96), store_buffers=2, unroll=2, band=1, staged_columns=True, **ELECTED): Rates(
-        254, 1256
+        272, 1129
     ),
-    _kernel((64, 192), store_buffers=3, unroll=2, band=2, **STAGED): Rates(516, 3682),
-    _kernel((128, 80), store_buffers=2, unroll=2, **ELECTED, **STAGED): Rates(341, 3304),
-    _kernel((128, 128), store_buffers=2, unroll=2, band=1, **ELECTED, **STAGED): Rates(541, 2001),
+    _kernel((64, 192), store_buffers=3, unroll=2, band=2, **STAGED): Rates(532, 3824),
+    _kernel((128, 80), store_buffers=2, unroll=2, **ELECTED, **STAGED): Rates(350, 3294),
+    _kernel((128, 128), store_buffers=2, unroll=2, band=1, **ELECTED, **STAGED): Rates(552, 2060),
     _kernel((128, 96), store_buffers=2, unroll=2, turns=True, elected=True, **STAGED): Rates(
-        370, 4730
+        404, 4660
     ),
     _kernel(
         (128, 80), split_k=2, unroll=2, ahead=True, turns=True, vector_merge=True, **STAGED
     ): Rates(448, 3955),
-    _kernel((128, 144), store_buffers=3, **STAGED): Rates(594, 4000),
+    _kernel((128, 144), store_buffers=3, **STAGED): Rates(606, 3996),
     _kernel((128, 160), store_buffers=3, band=1, **STAGED): Rates(704, 2527),
-    _kernel((128, 192), store_buffers=3, turns=True, **STAGED): Rates(884, 2067),
+    _kernel((128, 192), store_buffers=3, turns=True, **STAGED): Rates(884, 2148),
     _kernel((128, 192), store_buffers=3, cluster_m=2, turns=True, staged_columns=True): Rates(
         982, 2073
     ),
