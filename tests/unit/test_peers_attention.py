@@ -398,6 +398,40 @@ def test_one_short_trial_is_for_all_sizes(
 
 
 @needs_torch
+def test_keys_beyond_the_most_are_not_seen() -> None:
+    import torch
+
+    def fwd(query: Any, *_: Any, seqused_k: Any, **options: Any) -> Any:
+        seen.append(seqused_k.tolist())
+        return query
+
+    seen: list[Any] = []
+    problem = AttentionProblem.parse("SQ=1,SKV=64,D=16,page_size=16,layout=bshd")
+    call = sdpa.UnpreparedPages(SimpleNamespace(fwd=fwd), problem, 0.5)
+    query, cache = torch.zeros(2, 8, 16), torch.zeros(8, 16, 8, 16)
+    table, used = torch.zeros(2, 4, dtype=torch.int32), torch.tensor([20, 64])
+    for most in (32, 64):
+        call.run(query, cache, cache, table, used, torch.empty(0), lengths=(1, most))
+    assert seen == [[20, 32], [20, 64]]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_taken"),
+    [
+        ("SQ=8,page_size=128,D=64", False),
+        ("SQ=8,page_size=64,D=64", True),
+        ("SQ=1,page_size=128,D=64", True),
+        ("SQ=8,page_size=64,D=256,causal=1,window=32", False),
+    ],
+)
+def test_pages_whose_unused_slots_are_read_are_refused(text: str, is_taken: bool) -> None:
+    """An infinity there would reach the output, times zero."""
+    problem = AttentionProblem.parse(f"SKV=1024,layout=bshd,{text}")
+    refusal = sdpa.VendorSdpa().refusal(problem, sdpa.UNPREPARED)
+    assert refusal == "" if is_taken else "unused ones included" in refusal
+
+
+@needs_torch
 def test_the_serving_build_takes_packed_tensors(serving: Any) -> None:
     import torch
 

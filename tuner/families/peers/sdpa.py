@@ -124,6 +124,9 @@ class VendorSdpa(Vendor):
                     f"{kernel} is called with windows, soft caps, packed sequences and paged "
                     "caches without sinks, only"
                 )
+            rows = 64 if problem.is_windowed and problem.head_dim > 192 else 128
+            if problem.is_paged and problem.seqlen_q > 1 and not problem.page_size % rows:
+                return f"{kernel} reads whole tiles of pages of {rows} slots, unused ones included"
             kernel = SERVING
         if problem.dtype == E4M3 and kernel != SERVING:
             return f"{kernel} takes fp16 and bf16, not {E4M3} with descale factors"
@@ -445,6 +448,8 @@ class UnpreparedPages:
             with_lse: also return the log-sum-exp.
         """
         key, value, table, used, starts, *factors = others
+        if lengths[1] < table.shape[1] * key.shape[1]:  # keys beyond the most are not seen
+            used = used.clamp(max=lengths[1])
         options = {**self._options, "page_table": table, "seqused_k": used, "out": out}
         options |= zip(DESCALES, (one.expand(len(used), -1) for one in factors), strict=False)
         rows: tuple[Any, ...] = starts, lengths[0]
