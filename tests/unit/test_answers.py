@@ -14,6 +14,7 @@ from portfolio_machine import (
     FLASH,
     PROBLEM,
     SECOND,
+    SHAPE,
     Serving,
     Stopwatch,
     candidate,
@@ -164,6 +165,26 @@ def test_no_peer_answers_over_a_cache_that_grows(serving: Serving, build: str) -
     (query, *_), (_, *cache) = inputs((1, 2, 256, 64)), inputs((1, 2, 320, 64))
     out = serving.runtime.attention.attention(query, *cache)
     assert bool((out == WRITTEN).all()) and not serving.vendors
+
+
+def test_ranks_that_agreed_have_no_peer(
+    serving: Serving, build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may not have it."""
+    serving.portfolio, serving.peers = with_times(build, 5.0), {"flash3"}
+    monkeypatch.setattr(serving.runtime.proven_kernels.lists, "_agreed", frozenset())
+    assert serving.call() and not serving.vendors
+
+
+def test_an_own_kernel_writes_the_log_sum_exp_in_place_of_a_peer(
+    serving: Serving, build: str
+) -> None:
+    assert served(serving, with_times(build, 5.0)) == "flash3"
+    find_plan = importlib.import_module("tuner.runtime.attention.attention_call").find_plan
+    plan = find_plan(*inputs(SHAPE), False, None)
+    assert plan.config == FIRST and plan.has_lse
+    serving.call()
+    assert serving.vendors == ["flash3"] * 2
 
 
 @pytest.mark.parametrize(("l2", "us"), [("cold", 7.07), ("warm", 5.0)])

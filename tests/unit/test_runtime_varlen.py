@@ -18,6 +18,7 @@ from tuner.families.fused_attention import FusedAttention
 from tuner.families.fused_attention_backward import FusedAttentionBackward
 from tuner.families.peers import sdpa
 from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -161,6 +162,9 @@ def test_a_peer_is_given_the_lengths_of_the_call(
         posed = call.pose()
         accepts = family("vendor_sdpa").accepts(posed.estimated, peer, DEFAULT_GPU)
         assert accepts == (call.starts_q is call.starts_kv or not call.is_causal)
+        if not accepts:
+            ok = Measurement(posed.problem, peer, DEFAULT_GPU, Regime(), Status.OK)
+            return on_cpu.plan.plan_of(posed, ok, 0)
         connect = sdpa.serving_call(SimpleNamespace(fwd=fwd), posed.problem, 0.5, False)
         return call.run(on_cpu.plan.VendorPlan(posed.problem, peer, 0, call=connect))
 
@@ -174,10 +178,12 @@ def test_a_peer_is_given_the_lengths_of_the_call(
             **{"max_seqlen_k": 9, "causal": False, "scale": 0.5},
         }
     ]
-    refused = varlen(*inputs, *LONGEST, is_causal=True, scale=0.5, enable_gqa=True)
+    refused = varlen(*inputs, 9, 9, is_causal=True, scale=0.5, enable_gqa=True)
     assert "bottom-right" in refused.reason and len(given) == 1
     varlen(*inputs[:4], inputs[3], 9, 9, is_causal=True, scale=0.5, enable_gqa=True)
     assert given[1]["causal"] and len(given) == 2
+    varlen(*inputs, 1, 9, scale=0.5, enable_gqa=True)
+    assert given[2]["max_seqlen_q"] == 2, "one would be a query of each sequence"
 
 
 def test_calls_of_like_sizes_are_of_one_kind(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -24,7 +25,7 @@ from tuner.runtime.call import (
 from tuner.runtime.call.lengths import over
 from tuner.runtime.call.plan import Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
-from tuner.runtime.call.serving import Call, find
+from tuner.runtime.call.serving import Call, find, writing_lse
 from tuner.runtime.call.table import DispatchedCall, table
 from tuner.runtime.training.autograd import has_backward
 
@@ -47,6 +48,7 @@ class _Attention(NamedTuple):
     operand: torch.Tensor | Refusal | None = None
     """`attn_mask` as `as_operand` makes it, or the reason why no kernel takes it. None without a
     mask, and where the window of `extras` contains it."""
+    needs_lse: bool = False
 
 
 class AttentionCall(_Attention, Call):
@@ -84,7 +86,7 @@ class AttentionCall(_Attention, Call):
         """None also where `native.attend` must see each call: the dispatcher would hand an equal
         one to PyTorch's choice, whose gradients may be NaN.
         """
-        if self.extras != NONE or finite_gradients.is_needed(*self.arguments):
+        if self.needs_lse or self.extras != NONE or finite_gradients.is_needed(*self.arguments):
             return None
         return "attention", self.arguments
 
@@ -101,10 +103,11 @@ class AttentionCall(_Attention, Call):
         return None if self.scale is None else guards.unscaled(self.scale)
 
     def kind(self) -> Hashable:
-        query, key, value, _, _, is_causal, scale, enable_gqa, extras, mask = self
+        query, key, value, _, _, is_causal, scale, enable_gqa, extras, mask, needs_lse = self
         options = is_causal, scale, enable_gqa, extras
         of_mask = (mask.dtype, steps_of(mask)) if isinstance(mask, torch.Tensor) else None
-        return _kind(query, key, value, options, of_mask)
+        kind = _kind(query, key, value, options, of_mask)
+        return (kind, "log-sum-exp") if needs_lse else kind
 
     @property
     def _mask(self) -> torch.Tensor | None:
@@ -115,7 +118,7 @@ class AttentionCall(_Attention, Call):
         causal, scale = self.is_causal, scale_of(self.query, self.scale)
         options = self.enable_gqa, self.extras
         posed = pose(*self.tensors, causal, scale, *options, mask=self._mask)
-        return self.measurable(posed)
+        return self.measurable(replace(posed, needs_lse=self.needs_lse))
 
     def pose_over(self, length: int) -> Posed:
         query, key, value = self.tensors
@@ -136,8 +139,11 @@ class AttentionCall(_Attention, Call):
             return Refusal(
                 Kind.GRADIENT, "PyTorch has no backward kernel for a window or a soft cap"
             )
-        if not plan.has_lse:
-            return without_lse(plan)
+        answer = writing_lse(self, plan)
+        if isinstance(answer, Refusal):
+            return answer
+        if not answer.has_lse:
+            return without_lse(answer)
         if not has_backward(self.query, self.key, self.is_causal):
             return Refusal(Kind.GRADIENT, "PyTorch has no fused backward kernel for such shapes")
         out: torch.Tensor = torch.ops.tuner.attention_with_lse(*inputs, self.is_causal, self.scale)[
@@ -247,7 +253,8 @@ def find_plan(
     enable_gqa: bool = True,
     extras: Extras = NONE,
 ) -> Plan | Refusal:
-    """Plan for attention of such tensors without a mask, or the reason why there is none.
+    """Plan for attention of such tensors without a mask and for its log-sum-exp, or the reason why
+    there is none.
 
     Args:
         query: (B, H, SQ, D).
@@ -258,7 +265,8 @@ def find_plan(
         enable_gqa: let HKV be a divisor of H.
         extras: window and soft cap.
     """
-    return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa, extras))
+    call = AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa, extras)
+    return writing_lse(call, find(call))
 
 
 def pose(

@@ -19,7 +19,7 @@ from tuner.runtime.attention.attention_call import scale_of
 from tuner.runtime.call import devices, guards, native
 from tuner.runtime.call.plan import KernelPlan, Plan, Posed, VendorPlan
 from tuner.runtime.call.refusal import Kind, Refusal
-from tuner.runtime.call.serving import Call, PlannedCall, find, serve
+from tuner.runtime.call.serving import Call, PlannedCall, find, serve, writing_lse
 from tuner.runtime.call.table import table
 from tuner.runtime.training.recorded import Tensors, recorded
 
@@ -35,6 +35,7 @@ class _Packed(NamedTuple):
     is_causal: bool
     scale: float
     enable_gqa: bool
+    needs_lse: bool = False
 
 
 class VarlenCall(_Packed, Call):
@@ -77,7 +78,7 @@ class VarlenCall(_Packed, Call):
             *("varlen", query.shape[1:], self.value.shape[1:], query.dtype, query.device),
             *(self.is_causal, self.scale),
             *map(stepped, self._sizes),
-            self._is_alike,
+            *(self._is_alike, self.needs_lse),
         )
 
     @property
@@ -102,7 +103,8 @@ class VarlenCall(_Packed, Call):
             value_dim=value.shape[2],
         )
         estimated = PackedProblem.sized(problem, *self._sizes).stepped
-        return Posed(problem, self.scale, replace(estimated, is_alike=self._is_alike))
+        estimated = replace(estimated, is_alike=self._is_alike)
+        return Posed(problem, self.scale, estimated, needs_lse=self.needs_lse)
 
     @property
     def _is_alike(self) -> bool:
@@ -110,8 +112,6 @@ class VarlenCall(_Packed, Call):
         return self.starts_q is self.starts_kv or not self.is_causal
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
-        if isinstance(plan, VendorPlan) and not self._is_alike:
-            return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} has a bottom-right causal mask")
         out = table.run(*self._launch(plan))
         return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
 
@@ -130,7 +130,8 @@ class VarlenCall(_Packed, Call):
             sizes = self.batch, self.longest_q, self.longest_kv
             plan = _sized(plan, sizes, query.shape, value.shape, self.scale)
         elif isinstance(plan, VendorPlan):
-            lengths = self.longest_q, self.longest_kv
+            # FlashAttention-2 takes a longest length of one as a query of each sequence.
+            lengths = max(2, self.longest_q), self.longest_kv
             plan = replace(plan, call=partial(plan.call, lengths=lengths))
         return (plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
 
@@ -410,7 +411,7 @@ def _attend_recorded(call: VarlenCall) -> torch.Tensor | None:
     """
     tensors = call.query, call.key, call.value
     bare = call._replace(**_named([t.detach() for t in tensors]))
-    plan = find(bare)
+    plan = writing_lse(bare, find(bare))
     if not isinstance(plan, Plan) or not plan.has_lse:
         return None
     lse = torch.empty(0, dtype=torch.float32, device="meta")

@@ -168,7 +168,7 @@ def _attention(*arguments: Any) -> torch.Tensor:
 
 def _attention_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(*handed_over.checked(*arguments[:3]), *arguments[3:])
-    plan = serving.find(call)
+    plan = serving.writing_lse(call, serving.find(call))
     compose = partial(compose_with_lse, call.attended)
     return run_with_lse(plan, *call.tensors, compose)
 

@@ -118,7 +118,7 @@ class Answers:
         """
         problem = posed.problem
         # A refusal for strides does not hold for other lengths, whose strides may differ.
-        near = None if posed.strides else neighbourhood(problem, device)
+        near = None if posed.strides or posed.needs_lse else neighbourhood(problem, device)
         refused = self._near.get(near)
         is_fresh = refused is not None and time.monotonic() < refused.until
         try:

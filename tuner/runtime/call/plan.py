@@ -52,6 +52,8 @@ class Posed:
     strides: Strides = field(default_factory=dict)
     """Strides of tensors that differ from the problem's operands. In dimensions of one element they
     are the operand's."""
+    needs_lse: bool = False
+    """True when the log-sum-exp is wanted, which peers do not write."""
     run: Callable[[Plan | None], object] | None = field(default=None, compare=False)
     """Function that enqueues the call by a plan, or by PyTorch for None, to be timed. None: the
     call is not to be timed."""
@@ -392,6 +394,8 @@ def _vendor_plan(
         raise ConfigError(f"{kernel} is measured, and not served")
     if not may_answer(kernel):
         raise ConfigError(f"{kernel} may not answer (TUNER_ANSWERS)")
+    if posed.needs_lse and owner_of(kernel) != "pytorch":
+        raise ConfigError(f"{kernel} does not write the log-sum-exp")
     if reason := _other_build(str(kernel), measurement):
         raise ConfigError(reason)
     if member.is_listed and posed.strides:  # it is called with addresses alone
@@ -402,6 +406,9 @@ def _vendor_plan(
         # PyTorch chooses cuBLAS or cuBLASLt for the whole process, not for a call: its own call
         # is the vendor's kernel. A loop over groups cannot be captured as it was timed.
         return Refusal(Kind.VENDOR, problem.label())
+    if posed.estimated is not None:
+        if faults := member.violations(posed.estimated, config, measurement.gpu):
+            raise ConfigError("; ".join(faults))
     # `vendor_call` runs the kernel once, which must not come back here under `tuner.enable`.
     call = native.call(member.vendor_call, problem, config, posed.scale)
     if isinstance(call, str):

@@ -277,13 +277,13 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
 def _peers(selection: Selection | RuleSelection, problem: Problem) -> list[Config]:
     """Peers' kernels that are expected to be faster, where they may answer.
 
-    None over a dense cache that grows: each of its lengths would be looked up, since peers' plans
-    hold for one length.
+    None of ranks that agreed, which may have other peers; and none over a dense cache that grows:
+    each of its lengths would be looked up, since peers' plans hold for one length.
     """
     if not isinstance(selection, Selection) or not isinstance(problem, AttentionProblem):
         return []
     is_dense = not (problem.is_varlen or problem.is_paged)
-    if is_dense and lengths.grows(problem):
+    if lists.is_agreed or (is_dense and lengths.grows(problem)):
         return []
     return [config for _, config in selection.peers]
 

@@ -171,6 +171,17 @@ def find(call: PlannedCall) -> Plan | Refusal:
     return plan
 
 
+def writing_lse(call: Any, plan: Plan | Refusal) -> Plan | Refusal:
+    """The plan of a call; in place of a peer's, which writes no log-sum-exp, the next answer's.
+
+    Args:
+        call: a call with a field `needs_lse`.
+        plan: result of `find`.
+    """
+    is_peers = isinstance(plan, Plan) and not plan.has_lse and plan.owner not in ("", "pytorch")
+    return find(call._replace(needs_lse=True)) if is_peers else plan
+
+
 def _find(call: PlannedCall, inputs: tuple[torch.Tensor, ...]) -> Plan | Refusal:
     """As `find`, after a look at the store. A refused kind needs no look at torch's state."""
     refusal = guards.unplain(inputs) or call.refusal()

@@ -16,7 +16,7 @@ from tuner.runtime.attention.composed import NONE, Attended, BackwardInputs, Ext
 from tuner.runtime.call import guards
 from tuner.runtime.call.plan import Plan, Posed
 from tuner.runtime.call.refusal import Refusal
-from tuner.runtime.call.serving import PlannedCall, find
+from tuner.runtime.call.serving import PlannedCall, find, writing_lse
 from tuner.runtime.call.table import table
 from tuner.runtime.training.autograd import Three, gains_by_cudnn, has_much_work
 from tuner.runtime.training.recorded import Tensors, recorded
@@ -113,7 +113,7 @@ def attend_extras(call: AttentionCall) -> torch.Tensor | None:
     """
     if call.attn_mask is not None or call.dropout_p:
         return None
-    plan, attended = find(call), call.attended
+    plan, attended = writing_lse(call, find(call)), call.attended
     if not isinstance(plan, Plan) or not plan.has_lse:
         return None
     if not isinstance(find(gradients_of(attended, _unrecorded(call.query))), Plan):
