@@ -199,7 +199,7 @@ def _counted(head_dim: int, fours: Sequence[Config], padded: Sequence[Config]) -
     if head_dim not in _COUNTED:
         return
     for one in padded:
-        if len(padded) == 1 and head_dim in _STREAMED:
+        if len(padded) == 1 and head_dim == 64:
             yield _with(one, stream_k=True, own_first=True)
         if len(padded) == 1 or one["packed_heads"] == 16:
             yield _with(one, stream_k=True)
