@@ -60,6 +60,9 @@ def main(argv: Sequence[str]) -> int:
     if name not in NAMES:
         names = " ".join((*sorted(PROBLEMS), *NAMES))  # operations are `tuner bench`'s
         usage = f"scripts/bench NAME [options]; NAME is one of: {names}"
+        if name in {"--list", "-h", "--help"}:
+            print(usage)
+            return 0
         print(f"unknown benchmark '{name}': {usage}", file=sys.stderr)
         return 2
     with RaisesInterrupted():

@@ -162,7 +162,7 @@ def test_kernels_without_a_proof_are_told(
         (["--problems", "nowhere.json"], 2, "nowhere.json"),
         (["--problems", "{pytorchs}"], 1, "nothing to build: cublas answers M=64"),
         (["--op", "gemm", "--shape", "M=64,N=6144,K=4096,dtype=bf16"], 1, "nothing to build"),
-        (["--problems", "{pytorchs}", "--only", "x"], 2, "--only is not for entries"),
+        (["--problems", "{pytorchs}", "--only", "x"], 2, "--only is not for stored winners"),
         (["--problems", "{pytorchs}", "--engine", "vllm"], 2, "--engine is for --model"),
     ],
 )

@@ -16,6 +16,7 @@ from named_artifacts import STATE, TOOLS, Compiler
 from tuner.base import resources
 from tuner.cli import build as command
 from tuner.cli import main
+from tuner.cli import portfolio as building
 from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.families.block_scaled_gemm import rule as block_scaled
@@ -45,7 +46,8 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = next(one for one in shipped() if one.op == "attention")
     models = whole.domains[FULL]
     one = replace(whole, domains={FULL: replace(models, candidates=models.candidates[:1])})
-    monkeypatch.setattr(portfolio, "shipped", lambda: (one,))
+    for module in (portfolio, building):
+        monkeypatch.setattr(module, "shipped", lambda: (one,))
     monkeypatch.setattr(transfer.Transfer, "models_of", lambda self, domain: None)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
@@ -299,7 +301,7 @@ def test_some_options_are_for_the_portfolio(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["build", option]) == 2
-    assert f"{option.partition('=')[0]} is not for entries" in capsys.readouterr().err
+    assert f"{option.partition('=')[0]} is not for stored winners" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("company", "removed"), [(1, 2), (2, 0), (8, 2)])

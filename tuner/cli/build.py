@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _NOTICE_AFTER_S = 1.0
+_OF_CALLS = "--portfolio, --model or --problems"
 _NICE = 15
 """Priority that a build in the background gives up."""
 
@@ -150,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
     for option in ("reproducible", "only", *(() if of_problems else ("dry_run", "force"))):
         if getattr(args, option):
             name = option.replace("_", "-")
-            raise ConfigError(f"--{name} is not for entries (allowed: with --portfolio)")
+            places = "--portfolio" if option in {"reproducible", "only"} else _OF_CALLS
+            raise ConfigError(f"--{name} is not for stored winners (allowed: with {places})")
     return _answers(args) if of_problems else _build_entries(args)
 
 
