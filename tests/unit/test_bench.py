@@ -350,8 +350,8 @@ def test_a_benchmark_s_error_is_one_line(
 
     module = SimpleNamespace(main=wrong)
     monkeypatch.setattr("importlib.import_module", lambda name: module)
-    assert bench_main.main(["search", "--fast"]) == 2
-    assert capsys.readouterr().err == "search: --fast is not known\n"
+    assert bench_main.main(["models", "--fast"]) == 2
+    assert capsys.readouterr().err == "models: --fast is not known\n"
 
 
 def test_compiling_alone_times_nothing(

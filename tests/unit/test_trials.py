@@ -28,13 +28,14 @@ from tuner.selection.portfolio import shipped
 
 PORTFOLIOS = {one.op: one for one in shipped() if one.gpu == DEFAULT_GPU}
 TARGETS = targets(PORTFOLIOS["attention"])
+UNPADDED = [t for t in TARGETS if not t.config.get("pads_heads")]
 #: One of each kind: persistent, one block a tile, packed heads, split keys.
 KINDS = {
     "persistent": next(t for t in TARGETS if t.config["persistent"]),
     "one block a tile": next(
-        t for t in TARGETS if not t.config["persistent"] and t.config["warp_groups"] == 1
+        t for t in UNPADDED if not t.config["persistent"] and t.config["warp_groups"] == 1
     ),
-    "packed": next(t for t in TARGETS if t.config.get("packed_heads", 1) > 1),
+    "packed": next(t for t in UNPADDED if t.config.get("packed_heads", 1) > 1),
     "split": next(t for t in TARGETS if t.config.get("combine") == "kernel"),
     "large heads": next(t for t in TARGETS if t.problem.head_dim == 256),
 }

@@ -116,7 +116,8 @@ class ClusterGemm(StridedProduct):
 
     def supports_config(self, problem: Problem, config: Config, gpu: Gpu) -> str:
         """Kernels of eight parts of K take any number of rows, for the batch-invariant mode."""
-        is_of_mode = _parts(config) == MAX_SPLITS and not config.get("swap_ab")
+        is_divided = MAX_SPLITS in (config.get("serial_parts"), config.get("split_k"))
+        is_of_mode = is_divided and not config.get("swap_ab")
         if is_of_mode and isinstance(problem, GemmProblem):
             problem = replace(problem, m=min(problem.m, FEW))
         return self.supports(problem, gpu)
