@@ -132,7 +132,14 @@ def test_peers_of_a_product_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["us"]["tuner"] == 8.0 and row["us"]["pytorch"] == 10.0
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["../products"]])
+@pytest.mark.parametrize("argv", [["--help"], ["--list"]])
+def test_all_names_are_printed(argv: list[str], capsys: Any) -> None:
+    assert main(argv) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert {*NAMES} <= {*line.split()}
+
+
+@pytest.mark.parametrize("argv", [[], ["../products"]])
 def test_another_name_gets_a_line_with_all(argv: list[str], capsys: Any) -> None:
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
