@@ -86,7 +86,7 @@ def test_a_rule_s_kernel_is_an_answer(
 
 
 def verdict_of(config: Config, **facts: Provenance) -> availability.Availability:
-    """Of an answer by a decision for a config."""
+    """Availability of the kernel that a stored decision names."""
     return availability.of_answer(LookupResult(Entry.of([final(config, 9.0, **facts)]), exact=True))
 
 

@@ -31,8 +31,8 @@ PERSISTENT_AT_DECODING, MAX_DECODED = 3.2, 8
 HEADS = "packed_heads", "pads_heads"
 #: Heads that the kernels of one group pad to.
 PADDED_HEADS = 8, 16, 32
-#: Time of tiles of 128 rows over that of the lowest, where these are no more: up to 1.5 (an H200,
-#: 29 November 2026).
+#: Tiles of 128 rows take up to 1.5 times as long as the lowest tiles, where there are as many of
+#: both (an H200, 29 November 2026).
 HALF_EMPTY, LOWEST_ROWS = 1.5, 64
 #: Microseconds of a persistent kernel beside its tiles: a kernel before it clears the counter of
 #: tiles, which are looked for. At 10 short batches 3 to 7 more than expected (an H200, 29 November
@@ -135,12 +135,12 @@ class Selection(NamedTuple):
     def doubts(self) -> tuple[str, ...]:
         """Reasons why the expected times may be wrong, for people."""
         donor = self.times.models.donor
-        found = [] if donor is None else [f"the rates are those of {donor.label()}"]
+        notes = [] if donor is None else [f"the rates are those of {donor.label()}"]
         if (made_on := self.times.models.made_on) is not None:
-            found.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
+            notes.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
         if isinstance(self.domain, AttentionDomain) and self.domain.is_sparse:
-            found.append(_WHOLE)
-        return tuple(found) if self.is_near else (*found, _FAR)
+            notes.append(_WHOLE)
+        return tuple(notes) if self.is_near else (*notes, _FAR)
 
     @property
     def is_trusted(self) -> bool:
@@ -253,7 +253,7 @@ def _decoding_pages(
     """
     whole = PERSISTENT_AT_DECODING if problem.seqlen_q <= MAX_DECODED else 1.0
     group = problem.heads_q // problem.heads_kv
-    packed = next((held for held in PADDED_HEADS if held >= group), group)
+    packed = next((heads for heads in PADDED_HEADS if heads >= group), group)
     lowest = -(-problem.seqlen_q // max(1, LOWEST_ROWS // packed))
     is_short = problem.seqlen_kv <= MAX_SHORT_KEYS
 
@@ -266,34 +266,34 @@ def _decoding_pages(
             return 1.0
         slower = 1.0
         if config.get("pads_heads") and config["warp_groups"] > 1:
-            held = family(config.family).tile_rows(config) // int(config["packed_heads"])
-            is_half = -(-problem.seqlen_q // held) >= lowest
+            queries = family(config.family).tile_rows(config) // int(config["packed_heads"])
+            is_half = -(-problem.seqlen_q // queries) >= lowest
             short = SHORT_TALL[problem.head_dim > 128]
             slower = HALF_EMPTY if is_half else short if is_short else 1.0
         return page_readings(problem, config) * slower
 
     candidates = times.models.candidates
     factors = [factor(one.config) for one in candidates]
-    found, streaming = list[Estimate](), list[int]()
+    weighed, streaming = list[Estimate](), list[int]()
     for cautious_us, us, place, splits in estimates:
         if "stream_k" in candidates[place].config.params:
             streaming.append(place)
         else:
             ratio, more = factors[place], PERSISTENT_US * candidates[place].config["persistent"]
-            found.append((cautious_us * ratio + more, us * ratio + more, place, splits))
-    if not (problem.is_varlen and found):
-        return found
+            weighed.append((cautious_us * ratio + more, us * ratio + more, place, splits))
+    if not (problem.is_varlen and weighed):
+        return weighed
     is_long = problem.batch >= MIN_STREAMED and problem.seqlen_kv >= MIN_STREAMED_KEYS
-    base = min(found)
+    base = min(weighed)
     form = _form(candidates[base[2]].config, problem.seqlen_q)
     is_counted = problem.batch * problem.heads_kv <= MAX_COUNTED_TILES
     for place in streaming:
         config = candidates[place].config
         if config["persistent"] and is_long:
-            found.append((base[0] * STREAMED, base[1] * STREAMED, place, 1))
+            weighed.append((base[0] * STREAMED, base[1] * STREAMED, place, 1))
         elif is_counted and not config["persistent"] and _form(config, problem.seqlen_q) == form:
-            found.append((base[0] * COUNTED, base[1] * COUNTED, place, 1))
-    return found
+            weighed.append((base[0] * COUNTED, base[1] * COUNTED, place, 1))
+    return weighed
 
 
 def _filled(config: Config, group: int) -> float:

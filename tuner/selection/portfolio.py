@@ -189,8 +189,8 @@ class Portfolio:
         origin["days"] = [days[0], days[-1]] if days else []
         domains = {**self.domains, **newer.domains}
         portfolio = Portfolio(self.op, self.gpu, domains, origin)
-        kept = {name: getattr(self, name) for name in ("engines", "peers", "peer_times")}
-        return replace(portfolio, **kept)
+        carried = {name: getattr(self, name) for name in ("engines", "peers", "peer_times")}
+        return replace(portfolio, **carried)
 
     @property
     def _transfer(self) -> Transfer:

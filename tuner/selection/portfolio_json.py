@@ -113,11 +113,9 @@ def peers_from(kind: type[AnyDomain], rows: Any) -> Peers:
     """
     peers: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
     for row in rows:
-        domain = kind(**row["domain"])
-        config = Config.from_json({"family": row["family"], "params": row["params"]})
+        domain, config, build = _peer_from(kind, row)
         measured = _ratios_from(row["ratios"], 3, peer_ratios.WIDTH_OCTAVES)
-        peer = PeerRatios(config, str(row["build"]), measured)
-        peers[domain] = (*peers.get(domain, ()), peer)
+        peers[domain] = (*peers.get(domain, ()), PeerRatios(config, build, measured))
     return peers
 
 
@@ -134,6 +132,11 @@ def _peer_json(domain: AnyDomain, peer: PeerRatios | PeerTimes) -> dict[str, Any
     return {"domain": _domain_json(domain), **peer.config.to_json(), "build": peer.build}
 
 
+def _peer_from(kind: type[AnyDomain], row: Any) -> tuple[AnyDomain, Config, str]:
+    config = Config.from_json({"family": row["family"], "params": row["params"]})
+    return kind(**row["domain"]), config, str(row["build"])
+
+
 def times_from(kind: type[AnyDomain], rows: Any) -> Times:
     """The inverse of `times_json`.
 
@@ -142,10 +145,9 @@ def times_from(kind: type[AnyDomain], rows: Any) -> Times:
     """
     times: dict[AnyDomain, tuple[PeerTimes, ...]] = {}
     for row in rows:
-        domain = kind(**row["domain"])
-        config = Config.from_json({"family": row["family"], "params": row["params"]})
+        domain, config, build = _peer_from(kind, row)
         rates = {str(term): _number(us) for term, us in row["rates"].items()}
-        times[domain] = (*times.get(domain, ()), PeerTimes(config, str(row["build"]), rates))
+        times[domain] = (*times.get(domain, ()), PeerTimes(config, build, rates))
     return times
 
 

@@ -456,10 +456,10 @@ class UnpreparedPages:
         if not starts.numel():
             rows, query = (None, None), query.unflatten(0, (len(used), lengths[0]))
             options["out"] = None if out is None else out.view(query.shape)
-        given = self._fwd(
+        returned = self._fwd(
             *(query, key, value, *rows), max_seqlen_k=lengths[1], return_lse=with_lse, **options
         )
-        result, *lse = given if with_lse else (given,)
+        result, *lse = returned if with_lse else (returned,)
         if starts.numel():
             return result, *lse
         return result.flatten(0, 1), *(one.transpose(0, 1).flatten(1) for one in lse)

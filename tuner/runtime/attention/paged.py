@@ -197,8 +197,8 @@ class PagedCall(Paged, Call):
             return Refusal(Kind.MISALIGNED)
         if self.with_lse:
             lse = query.new_empty(query.shape[1::-1], dtype=torch.float32)
-        found = table.run_into(sized, out, lse, *self.inputs)
-        return found if isinstance(found, Refusal) or lse is None else (found, lse)
+        written = table.run_into(sized, out, lse, *self.inputs)
+        return written if isinstance(written, Refusal) or lse is None else (written, lse)
 
     def _by_peer(self, plan: VendorPlan) -> Any:
         """A peer's answer, of this call's lengths."""
@@ -206,8 +206,8 @@ class PagedCall(Paged, Call):
             return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} reads no pages")
         lengths = self.longest_q, self.longest_kv
         call = partial(plan.call.run, lengths=lengths, out=self.out, with_lse=self.with_lse)
-        found = table.run_all(replace(plan, call=call), *self.inputs)
-        return found if isinstance(found, Refusal) or self.with_lse else found[0]
+        written = table.run_all(replace(plan, call=call), *self.inputs)
+        return written if isinstance(written, Refusal) or self.with_lse else written[0]
 
     def by_pytorch(self) -> Any:
         out, lse = composed(self)

@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tuner.config import Config
-from tuner.errors import ConfigError
 from tuner.families.attention_work import TERMS, peer_work
 from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.families.peers import BUILDS
@@ -25,11 +24,10 @@ from tuner.families.peers.sdpa import SERVING, UNPREPARED
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem
 from tuner.search.fits.peers_fit import FAMILY, builds_of
-from tuner.search.fits.refit import Refit, portfolio_file, problem_of, rows
+from tuner.search.fits.refit import Refit, attention_portfolio, portfolio_file, problem_of, rows
 from tuner.search.fits.shapes_fit import shaped
 from tuner.selection import portfolio_json
 from tuner.selection.peer_times import PeerTimes
-from tuner.selection.portfolio import shipped
 
 PHASES: tuple[Any, ...] = "prompt", "few", "one"
 KERNELS = "flash3", "flash3_splits"
@@ -107,9 +105,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         ConfigError: when a file is wrong or names no build, or no portfolio ships for the GPU.
     """
     builds = builds_of(files)
-    ships = next((p for p in shipped() if p.op == AttentionDomain.op and p.gpu == gpu), None)
-    if ships is None:
-        raise ConfigError(f"no portfolio of attention ships for {gpu.name}")
+    ships = attention_portfolio(gpu)
     every = calls(rows(files), gpu)
     result, by_kind = Refit("cache/portfolio"), fitted(every)
     errors: dict[Hashable, list[float]] = defaultdict(list)

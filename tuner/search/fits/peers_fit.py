@@ -24,10 +24,9 @@ from tuner.families.by_operation import AnyDomain, AttentionDomain
 from tuner.families.peers import ANSWERS, BUILDS
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, problem_from_json
-from tuner.search.fits.refit import Refit, portfolio_file, rows, text_of
+from tuner.search.fits.refit import Refit, attention_portfolio, portfolio_file, rows, text_of
 from tuner.selection import portfolio_json
 from tuner.selection.peer_ratios import MIN_LEAD, WIDTH_OCTAVES, PeerRatios, sizes_of
-from tuner.selection.portfolio import shipped
 from tuner.selection.ratios import Ratios
 
 FAMILY = "vendor_sdpa"
@@ -66,9 +65,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         ConfigError: when a file is wrong or names no build, or no portfolio ships for the GPU.
     """
     builds = builds_of(files)
-    ships = next((p for p in shipped() if p.op == AttentionDomain.op and p.gpu == gpu), None)
-    if ships is None:
-        raise ConfigError(f"no portfolio of attention ships for {gpu.name}")
+    ships = attention_portfolio(gpu)
     result = Refit("cache/portfolio")
     peers: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
     for (domain, kernel), some in sorted(measured(rows(files), gpu).items()):

@@ -20,6 +20,7 @@ from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.problem.packed import PackedProblem
 from tuner.selection.describe import table
+from tuner.selection.portfolio import Portfolio, shipped
 
 _GZIP = b"\x1f\x8b"
 
@@ -131,6 +132,18 @@ def problem_of(row: Mapping[str, Any]) -> Problem:
     if isinstance(problem, AttentionProblem) and "lengths" in row:
         return PackedProblem.of(problem, row["lengths"])
     return problem
+
+
+def attention_portfolio(gpu: Gpu) -> Portfolio:
+    """The shipped portfolio of attention that was made on a GPU.
+
+    Raises:
+        ConfigError: when none ships for the GPU.
+    """
+    for portfolio in shipped():
+        if portfolio.op == AttentionProblem.op and portfolio.gpu == gpu:
+            return portfolio
+    raise ConfigError(f"no portfolio of attention ships for {gpu.name}")
 
 
 def of_family(module: str, files: Sequence[Path], gpu: Gpu) -> Refit:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tuner.errors import ConfigError
 from tuner.families.by_operation import AnyDomain
 from tuner.families.fitting import Constants, FitGroup, nonnegative
 from tuner.families.work import sizes_of
@@ -25,7 +24,7 @@ from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem
 from tuner.search.fits.kernels_fit import DIGITS
 from tuner.search.fits.ratios_fit import OWN
-from tuner.search.fits.refit import Refit, portfolio_file, problem_of, rows
+from tuner.search.fits.refit import Refit, attention_portfolio, portfolio_file, problem_of, rows
 from tuner.selection import portfolio_json
 from tuner.selection.candidates import Candidate, DomainModels
 from tuner.selection.choice import Selection
@@ -169,9 +168,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     Raises:
         ConfigError: when a file is wrong, or has no call of such a domain.
     """
-    ships = next((p for p in shipped() if p.op == "attention" and p.gpu == gpu), None)
-    if ships is None:
-        raise ConfigError(f"no portfolio of attention ships for {gpu.name}")
+    ships = attention_portfolio(gpu)
     (serves,) = serving([one for one in shipped() if one.op == ships.op], gpu)
     by_domain: dict[AnyDomain, list[ShapedCall]] = defaultdict(list)
     for call in calls(rows(files), serves):
